@@ -1,0 +1,245 @@
+"""Llama for inference in Flax NNX: layers stacked and scanned, an explicit KV cache in and out.
+
+Axes, the same letters everywhere:
+  B batch (slots)   S new tokens of a sequence   T cache length   V vocabulary   E embedding (hidden size)
+  L layers          N query heads   K kv heads   G = N / K        D head dim     F feed-forward size
+
+Weights are stored [out, in], as Hugging Face stores them: with wq, wk and wv the other way round XLA transposes
+them in every decode step. The cache is read by the scan over layers and never written inside it; `forward` returns
+the new positions' keys and values, and the caller scatters them into the (donated) cache once, after the scan.
+That is the formulation in which a decode step reads weights and cache once and copies nothing.
+
+Architecture: Touvron et al., "Llama 2" (2023); grouped-query attention: Ainslie et al. (2023); RoPE: Su et al. (2021).
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+MASKED = -1e30  # finite, so that a row without any visible position gives zeros and not NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Architecture of one Llama; frozen and built by keyword, so that a misspelt field is an error.
+
+    `dtype` is the dtype of weights, activations and cache; norms, softmax and logits are computed in float32.
+    `query_rows`: the query rows of one kv head are padded to this many before the attention products (8 on TPU keeps
+    multi-head models on the matrix unit; 1 pads nothing).
+    `rope_type` is "default" or "llama3" (frequencies scaled as in the published Llama 3.1 model code; the three
+    rope_* factors and `rope_original_length` belong to it).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_length: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_type: str = "default"
+    rope_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_length: int = 8192
+    tie_embeddings: bool = False
+    dtype: str = "float32"
+    query_rows: int = 1
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
+                raise ValueError(f"model.{field.name} must be positive, got {value}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"model.num_heads ({self.num_heads}) must be a multiple of model.num_kv_heads "
+                             f"({self.num_kv_heads})")
+        if self.head_dim % 2:
+            raise ValueError(f"model.head_dim must be even for RoPE, got {self.head_dim}")
+        if self.rope_type not in ("default", "llama3"):
+            raise ValueError(f"model.rope_type must be 'default' or 'llama3', got {self.rope_type!r}")
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"model.dtype must be float32, bfloat16 or float16, got {self.dtype!r}")
+
+
+class KV(NamedTuple):
+    """Keys and values, each [layers, batch, kv_heads, length, head_dim] in the model's dtype."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+KV_AXES = KV(*[("layers", "batch", "kv_heads", "length", "head_dim")] * 2)
+
+
+def _param(rngs, shape, axes, dtype, ones=False):
+    init = nnx.initializers.ones if ones else nnx.initializers.normal(shape[-1] ** -0.5)
+    # eager_sharding=False: the names are only carried; disagg.sharding turns them into NamedShardings.
+    return nnx.Param(init(rngs.params(), shape, dtype), sharding_names=axes, eager_sharding=False)
+
+
+def rms_norm(x, weight, eps):
+    """x [..., E] -> [..., E]; the mean square in float32."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)).astype(x.dtype) * weight
+
+
+def rope_frequencies(config):
+    """Angular frequency of each of the D/2 rotated pairs, float32 [D/2]."""
+    half = config.head_dim // 2
+    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if config.rope_type == "default":
+        return frequency
+    # Llama 3.1: long wavelengths divided by the factor, short ones kept, a linear blend between the two cut-offs.
+    turns = config.rope_original_length * frequency / (2 * math.pi)
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    keep = jnp.clip((turns - low) / (high - low), 0, 1)
+    return frequency * (keep + (1 - keep) / config.rope_factor)
+
+
+def rotate(x, cos, sin):
+    """RoPE on pairs (i, i + D/2). x [B,S,heads,D]; cos, sin [B,S,1,D/2] float32."""
+    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).astype(x.dtype)
+
+
+def attend(q, k_new, v_new, k_cache, v_cache, visible, query_rows):
+    """Attention of S new tokens over the cache's visible positions and, causally, over themselves.
+
+    The new keys and values join the softmax beside the cache because they are written to it only after the layers.
+    q [B,S,N,D]; k_new, v_new [B,K,S,D]; k_cache, v_cache [B,K,T,D]; visible [B,T] bool -> [B,S,N*D].
+    """
+    B, S, N, D = q.shape
+    K = k_new.shape[1]
+    rows = S * N // K
+    q = q.reshape(B, S, K, N // K, D).swapaxes(1, 2).reshape(B, K, rows, D)
+    padded = max(rows, query_rows)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
+    position = jnp.arange(padded) * K // N  # which new token a query row belongs to
+    causal = jnp.arange(S) <= position[:, None]
+
+    def scores(keys, mask):
+        s = jnp.einsum("bkrd,bktd->bkrt", q, keys, preferred_element_type=jnp.float32)
+        return jnp.where(mask, s * D ** -0.5, MASKED)
+
+    s_cache = scores(k_cache, visible[:, None, None])
+    s_new = scores(k_new, causal)
+    top = jnp.maximum(s_cache.max(-1, keepdims=True, initial=MASKED), s_new.max(-1, keepdims=True))
+    p_cache, p_new = jnp.exp(s_cache - top), jnp.exp(s_new - top)
+    total = p_cache.sum(-1, keepdims=True) + p_new.sum(-1, keepdims=True)
+
+    def mix(p, values):
+        return jnp.einsum("bkrt,bktd->bkrd", p.astype(values.dtype), values, preferred_element_type=jnp.float32)
+
+    out = (mix(p_cache, v_cache) + mix(p_new, v_new)) / total
+    out = out[:, :, :rows].astype(q.dtype)
+    return out.reshape(B, K, S, N // K, D).swapaxes(1, 2).reshape(B, S, N * D)
+
+
+class Block(nnx.Module):
+    """One decoder layer: attention and SwiGLU feed-forward, each behind an RMSNorm and added to the residual."""
+
+    def __init__(self, config, rngs):
+        c, dtype = config, jnp.dtype(config.dtype)
+        heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        self.config = c
+        self.wq = _param(rngs, (heads, c.hidden_size), ("heads", "embed"), dtype)
+        self.wk = _param(rngs, (kv_heads, c.hidden_size), ("kv_heads", "embed"), dtype)
+        self.wv = _param(rngs, (kv_heads, c.hidden_size), ("kv_heads", "embed"), dtype)
+        self.wo = _param(rngs, (c.hidden_size, heads), ("embed", "heads"), dtype)
+        self.w_gate = _param(rngs, (c.intermediate_size, c.hidden_size), ("mlp", "embed"), dtype)
+        self.w_up = _param(rngs, (c.intermediate_size, c.hidden_size), ("mlp", "embed"), dtype)
+        self.w_down = _param(rngs, (c.hidden_size, c.intermediate_size), ("embed", "mlp"), dtype)
+        self.attention_norm = _param(rngs, (c.hidden_size,), ("embed",), dtype, ones=True)
+        self.mlp_norm = _param(rngs, (c.hidden_size,), ("embed",), dtype, ones=True)
+
+    def __call__(self, x, cos, sin, visible, k_cache, v_cache):
+        """x [B,S,E]; caches of this layer [B,K,T,D] -> x [B,S,E] and the new k, v [B,K,S,D]."""
+        c = self.config
+        B, S, _ = x.shape
+        h = rms_norm(x, self.attention_norm[...], c.rms_norm_eps)
+        project = lambda w, heads: jnp.einsum("bse,oe->bso", h, w[...]).reshape(B, S, heads, c.head_dim)
+        q = rotate(project(self.wq, c.num_heads), cos, sin)
+        k = rotate(project(self.wk, c.num_kv_heads), cos, sin).swapaxes(1, 2)
+        v = project(self.wv, c.num_kv_heads).swapaxes(1, 2)
+        out = attend(q, k, v, k_cache, v_cache, visible, c.query_rows)
+        x = x + jnp.einsum("bso,eo->bse", out, self.wo[...])
+        h = rms_norm(x, self.mlp_norm[...], c.rms_norm_eps)
+        gate, up = (jnp.einsum("bse,fe->bsf", h, w[...]) for w in (self.w_gate, self.w_up))
+        return x + jnp.einsum("bsf,ef->bse", nnx.silu(gate) * up, self.w_down[...]), k, v
+
+
+class Llama:
+    """The model as pure functions over a parameter tree; holds no arrays.
+
+    The tree: {"embed" [V,E], "layers": {name: [L, ...]} as in Block, "norm" [E], "head" [V,E] unless tied}.
+    """
+
+    def __init__(self, config):
+        self.config = config
+        self._block, state = nnx.split(nnx.eval_shape(lambda: Block(config, nnx.Rngs(0))))
+        self._layer_axes = {name: param.get_metadata()["out_sharding"] for name, param in state.items()}
+
+    def params_axes(self):
+        """The logical axis names of every parameter, a tree like the parameters with a tuple for each array."""
+        axes = {"embed": ("vocab", "embed"), "norm": ("embed",),
+                "layers": {name: ("layers", *names) for name, names in self._layer_axes.items()}}
+        return axes if self.config.tie_embeddings else axes | {"head": ("vocab", "embed")}
+
+    def params_shape(self):
+        """A tree of jax.ShapeDtypeStruct like the parameters."""
+        return jax.eval_shape(self.init, jax.random.key(0))
+
+    def init(self, key):
+        """Random parameters: normal with variance 1 / fan-in, norms 1."""
+        c, dtype = self.config, jnp.dtype(self.config.dtype)
+        block_keys, embed_key, head_key = jnp.split(jax.random.split(key, c.num_layers + 2), [c.num_layers, c.num_layers + 1])
+        layers = jax.vmap(lambda k: nnx.to_pure_dict(nnx.state(Block(c, nnx.Rngs(k)))))(block_keys)
+        table = lambda k: jax.random.normal(k[0], (c.vocab_size, c.hidden_size), dtype) * c.hidden_size ** -0.5
+        params = {"embed": table(embed_key), "layers": layers, "norm": jnp.ones(c.hidden_size, dtype)}
+        return params if c.tie_embeddings else params | {"head": table(head_key)}
+
+    def cache_shape(self, batch, length):
+        """A KV of jax.ShapeDtypeStruct [L, batch, K, length, D]."""
+        c = self.config
+        one = jax.ShapeDtypeStruct((c.num_layers, batch, c.num_kv_heads, length, c.head_dim), jnp.dtype(c.dtype))
+        return KV(one, one)
+
+    def cache_axes(self):
+        return KV_AXES
+
+    def init_cache(self, batch, length):
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.cache_shape(batch, length))
+
+    def forward(self, params, tokens, lengths, cache):
+        """Run S new tokens of B sequences, of which `lengths` positions each are already in the cache.
+
+        tokens [B,S] int32, lengths [B] int32, cache KV [L,B,K,T,D] -> normed hidden [B,S,E] and the new positions'
+        KV [L,B,K,S,D]. Tokens after a sequence's end (padding) do not influence those before them.
+        """
+        c = self.config
+        positions = lengths[:, None] + jnp.arange(tokens.shape[1])
+        angle = (positions[..., None].astype(jnp.float32) * rope_frequencies(c))[:, :, None]
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        visible = jnp.arange(cache.k.shape[3]) < lengths[:, None]
+
+        def layer(x, scanned):
+            weights, k_cache, v_cache = scanned
+            block = nnx.merge(self._block, nnx.State({name: nnx.Param(w) for name, w in weights.items()}))
+            x, k, v = block(x, cos, sin, visible, k_cache, v_cache)
+            return x, KV(k, v)
+
+        x, new = jax.lax.scan(layer, params["embed"][tokens], (params["layers"], *cache))
+        return rms_norm(x, params["norm"], c.rms_norm_eps), new
+
+    def logits(self, params, x):
+        """x [..., E] -> float32 [..., V]."""
+        head = params["embed"] if self.config.tie_embeddings else params["head"]
+        return jnp.einsum("...e,ve->...v", x, head, preferred_element_type=jnp.float32)
