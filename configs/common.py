@@ -1,0 +1,66 @@
+"""Serving defaults shared by every model config. Override any field: --config.decode.slots=16.
+
+Nothing here is derived from another field: overrides are applied after get_config returns, so derived values are
+worked out in code, where the field they follow is final.
+"""
+
+import ml_collections
+from ml_collections.config_dict import placeholder
+
+
+def role(**fields):
+    c = ml_collections.ConfigDict(fields)
+    c.engines = 1                 # engines of this role; each holds the whole model
+    c.processes = 1               # controller processes (hosts) an engine
+    c.tp = placeholder(int)       # tensor-parallel size = devices an engine; None: all devices of its processes
+    c.slices = ()                 # slices of this role, by index or name; (): in order, prefill first
+    return c
+
+
+def architecture():
+    """The model's fields, all unset: an unset field is taken from the checkpoint's config.json, a set one must agree."""
+    c = ml_collections.ConfigDict()
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+                 "head_dim", "max_length", "rope_original_length"):
+        c[name] = placeholder(int)
+    for name in ("rms_norm_eps", "rope_theta", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor"):
+        c[name] = placeholder(float)
+    c.rope_type = placeholder(str)         # 'default' or 'llama3'
+    c.tie_embeddings = placeholder(bool)
+    c.dtype = placeholder(str)             # of weights, activations and cache; unset: as in config.json
+    return c
+
+
+def get_config():
+    c = ml_collections.ConfigDict()
+    c.mode = "disaggregated"      # or 'interleaved': the decode engines prefill too, nothing is transferred
+    c.checkpoint = ""             # Hugging Face folder: config.json and *.safetensors
+    c.tokenizer = ""              # folder or file of the tokenizer; '': the checkpoint's folder
+    c.model = architecture()
+
+    c.cache_length = 2048         # positions a slot holds: prompt and new tokens together
+    c.chunk = 512                 # prompt tokens of one prefill call; divides cache_length
+    c.buckets = (64, 128, 256, 512)  # lengths that a chunk is padded to; the last one is the chunk
+
+    c.prefill = role(ahead=2)     # ahead: chunks a prefill engine may have computed or sent that have not arrived
+    c.decode = role(slots=8, steps=4, ahead=2)
+    # decode.slots: sequences an engine decodes at once. decode.steps: decode steps of one call.
+    # decode.ahead: calls planned beyond the last reported one.
+
+    c.top_logits = 0              # report this many best candidates and their scores with every token
+    c.compilation_cache = "~/.cache/disagg/xla"  # compiled programs, a folder a process; '': none
+    c.matmul_precision = "default"  # jax_default_matmul_precision; 'float32' for goldens
+
+    c.control = ml_collections.ConfigDict()
+    c.control.heartbeat_s = 1.0   # a process reports at least this often
+    c.control.deadline_s = 10.0   # a process silent or stuck for this long is declared dead; an arrival, failed
+    c.control.start_s = 300.0     # limit for joining, loading and compiling
+
+    c.transfer = ml_collections.ConfigDict()
+    c.transfer.address = "127.0.0.1"  # this host's address for the transfer sockets
+    c.transfer.port = 0           # first port of the transfer server, plus the process id; 0: a free one
+    c.transfer.streams = 2        # sockets of one connection
+
+    c.debug = ml_collections.ConfigDict()
+    c.debug.hash_chain = False    # hash what each process executed and compare on process 0
+    return c

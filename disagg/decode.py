@@ -1,0 +1,121 @@
+"""The decode engine: a fixed number of slots, decoded together, filled and emptied while it runs.
+
+All state lives on the devices and is donated to every step. A slot is reserved while its prompt's chunks are written
+(`left` = 0: no step reads or writes it), activated with the first token, and ends by itself on the device at a stop id
+or at its limit, so that steps can be dispatched ahead of the host's knowledge.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from disagg import sampling, sharding
+
+MAX_STOP_IDS = 8  # stop ids a request may have on the device
+
+
+class State(NamedTuple):
+    """cache: the model's KV [L,B,K,T,D]. Of each slot [B] int32: token, the last one (not in the cache yet); position,
+    the number of positions in the cache; left, tokens still to make (0: inactive); stops [B,MAX_STOP_IDS], -1 where
+    unused; sampler, sampling.Sampling."""
+
+    cache: NamedTuple
+    token: jax.Array
+    position: jax.Array
+    left: jax.Array
+    stops: jax.Array
+    sampler: sampling.Sampling
+
+
+def init_state(model, slots, length):
+    zeros = jnp.zeros(slots, jnp.int32)
+    return State(model.init_cache(slots, length), zeros, zeros, zeros,
+                 jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32), sampling.empty(slots))
+
+
+def write_chunk(state, k, v, slot, start):
+    """Put a chunk's k, v [L,K,C,D] at position `start` of a reserved slot; start + C must not pass the cache's end.
+
+    dynamic_update_slice into the donated cache; an indexed `.at[:, slot].set` would gather a sharded cache.
+    """
+    put = lambda cache, new: jax.lax.dynamic_update_slice(cache, new[:, None], (0, slot, 0, start, 0))
+    return state._replace(cache=type(state.cache)(put(state.cache.k, k), put(state.cache.v, v)))
+
+
+def activate(state, ticket, slot, position, left, stops, sampler):
+    """Start decoding a slot whose `position` prompt positions are written, from the first token in the last chunk's ticket.
+
+    left: tokens still to make after that one. A first token that is a stop id leaves the slot inactive.
+    """
+    token = ticket[0]
+    left = jnp.where(jnp.any(stops == token), 0, left)
+    return state._replace(
+        token=state.token.at[slot].set(token), position=state.position.at[slot].set(position),
+        left=state.left.at[slot].set(left), stops=state.stops.at[slot].set(stops),
+        sampler=jax.tree.map(lambda all_, one: all_.at[slot].set(one[0]), state.sampler, sampler))
+
+
+def free(state, slot):
+    return state._replace(left=state.left.at[slot].set(0))
+
+
+def decode_step(model, top, params, state):
+    """One token for every active slot.
+
+    -> state and, for each slot, the token made (int32 [B], -1 where inactive) and its `top` best candidates: ids and
+    scores [B,top].
+    """
+    active = state.left > 0
+    x, new = model.forward(params, state.token[:, None], jnp.where(active, state.position, 0), state.cache)
+    # One copy-free scatter for all layers. Inactive slots write past the end, where mode="drop" drops it: a slot that
+    # is being filled must not be touched.
+    L, B, K, T, _ = state.cache.k.shape
+    at = jnp.where(active, state.position, T)
+    index = (jnp.arange(L)[:, None, None], jnp.arange(B)[None, :, None], jnp.arange(K), at[None, :, None])
+    cache = jax.tree.map(lambda c, n: c.at[index].set(n[:, :, :, 0], mode="drop", unique_indices=True), state.cache, new)
+    token, scores = sampling.sample(model.logits(params, x[:, 0]), state.sampler, state.position + 1)
+    stopped = jnp.any(state.stops == token[:, None], -1)
+    state = state._replace(cache=cache, token=jnp.where(active, token, state.token), position=state.position + active,
+                           left=jnp.where(stopped, 0, state.left - active))
+    return state, (jnp.where(active, token, -1), *sampling.best(scores, top))
+
+
+def decode_steps(model, top, steps, params, state):
+    """`steps` decode steps in one program; outputs have a leading axis [steps]."""
+    return jax.lax.scan(lambda s, _: decode_step(model, top, params, s), state, length=steps)
+
+
+class DecodeEngine:
+    """Holds the sharded parameters and the donated state; every process of the engine makes the same calls in the same order."""
+
+    def __init__(self, model, params, mesh, *, slots, cache_length, steps, top):
+        self._params = params
+        cache = sharding.tree(mesh, model.cache_shape(slots, cache_length), model.cache_axes())
+        whole = sharding.replicated(mesh)
+        shardings = State(cache, whole, whole, whole, whole, sampling.Sampling(*[whole] * 4))
+        self._state = jax.jit(functools.partial(init_state, model, slots, cache_length), out_shardings=shardings)()
+        jit = functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
+        self._write, self._activate, self._free = jit(write_chunk), jit(activate), jit(free)
+        self._steps = jax.jit(functools.partial(decode_steps, model, top, steps), donate_argnums=1,
+                              out_shardings=(shardings, whole))
+
+    def write(self, chunk, slot, start):
+        self._state = self._write(self._state, chunk["k"], chunk["v"], np.int32(slot), np.int32(start))
+
+    def activate(self, chunk, slot, position, left, stops, sampler):
+        """Start slot with the token of its last chunk's ticket. stops: at most MAX_STOP_IDS token ids."""
+        padded = np.full(MAX_STOP_IDS, -1, np.int32)
+        padded[:len(stops)] = stops
+        self._state = self._activate(self._state, chunk["ticket"], np.int32(slot), np.int32(position), np.int32(left),
+                                     padded, sampler)
+
+    def free(self, slot):
+        self._state = self._free(self._state, np.int32(slot))
+
+    def run(self):
+        """Dispatch the compiled number of steps -> tokens [steps,B], ids and scores [steps,B,top], on the devices."""
+        self._state, out = self._steps(self._params, self._state)
+        return out

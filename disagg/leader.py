@@ -1,0 +1,162 @@
+"""What process 0 does beside its engine: it takes requests, schedules, publishes plans and gathers reports.
+
+One thread. Front ends call submit, cancel and stop from any thread; a request's handler is called from this one.
+"""
+
+import collections
+import itertools
+import threading
+
+from disagg.loop import CHAIN_EVERY
+
+
+class Leader:
+    def __init__(self, control, scheduler, stages, topology, *, idle_s, hash_chain):
+        """stages: stage_log.StageLog. idle_s: an empty plan is published at least this often, as a sign of life."""
+        self._control, self._scheduler, self._stages, self._topology = control, scheduler, stages, topology
+        self._idle_s, self._hash_chain = idle_s, hash_chain
+        self._commands = collections.deque()
+        self._handlers = {}                      # request id -> handler
+        self._numbers = itertools.count()
+        self._chains = {}                        # plan -> (process 0's hash, others' before it)
+        self.error = None                        # why the cell cannot serve any more
+        self._thread = threading.Thread(target=self._run, daemon=True, name="leader")
+
+    def start(self):
+        self._thread.start()
+
+    def join(self):
+        self._thread.join()
+
+    # Called by front ends.
+
+    def new_id(self):
+        return next(self._numbers)
+
+    def submit(self, request, handler):
+        """handler(kind, *details): ("tokens", ids, bests), then once ("finish", reason) or ("error", message)."""
+        self._command(lambda: self._submit(request, handler))
+
+    def cancel(self, request_id):
+        """No more calls of its handler follow once the leader has seen this."""
+        self._command(lambda: self._cancel(request_id))
+
+    def stop(self, error=None):
+        """End the cell; pending requests get an error."""
+        self._command(lambda: self._end(error))
+
+    # The thread.
+
+    def _command(self, command):
+        self._commands.append(command)
+        self._control.wake()
+
+    def _run(self):
+        self._stopped = False
+        timeout = self._idle_s
+        while not self._stopped:
+            reports = self._control.receive(timeout)
+            for process, message in reports:
+                getattr(self, f"on_{message[0]}")(process, *message[1:])
+            while self._commands:
+                self._commands.popleft()()
+            for process, why in self._control.lost():
+                self._lose(process, why)
+            self._hand_out()
+            if self._stopped:
+                break
+            ops = self._scheduler.plan()
+            if ops or not reports:
+                self._control.publish(ops)
+                self._stages.planned(ops)
+            self._hand_out()
+            # With something planned there may be more to plan at once; else the next report decides.
+            timeout = 0 if ops else self._idle_s
+        for request_id in list(self._handlers):
+            self._handlers.pop(request_id)("error", self.error or "the cell is stopping")
+        self._control.publish([["stop", self.error]])
+
+    def _submit(self, request, handler):
+        self._handlers[request.id] = handler
+        self._stages.submitted(request)
+        self._scheduler.submit(request)
+
+    def _cancel(self, request_id):
+        self._handlers.pop(request_id, None)
+        self._scheduler.cancel(request_id)
+        self._stages.ended(request_id)
+
+    def _end(self, error):
+        self.error = self.error or error
+        self._stopped = True
+
+    def _hand_out(self):
+        events, self._scheduler.events = self._scheduler.events, []
+        for kind, request_id, *details in events:
+            handler = self._handlers.get(request_id)
+            if kind != "tokens":
+                self._handlers.pop(request_id, None)
+                self._stages.ended(request_id)
+            if handler:
+                handler(kind, *details)
+        if self._scheduler.broken and not self._scheduler.pending:
+            self._end(self.error or "no engine is left to serve requests")
+
+    def _lose(self, process, why):
+        self._stages.lost(why)
+        self._control.forget(process)
+        self.error = self.error or why
+        self._scheduler.lose_process(process, why)
+
+    # Reports, by name.
+
+    def on_wake(self, process):
+        pass
+
+    def on_goodbye(self, process):
+        self._lose(process, f"process {process} left")
+
+    def on_gone(self, process, why):
+        self._end(why)
+
+    def on_failed(self, process, why):
+        self._lose(process, f"process {process} failed: {why}")
+
+    def on_computed(self, process, number):
+        self._stages.computed(number)
+        self._scheduler.computed(number)
+
+    def on_first(self, process, number, request_id, token, best):
+        self._stages.computed(number)
+        self._scheduler.computed(number)
+        self._scheduler.first(request_id, token, best)
+
+    def on_arrived(self, process, number, error, token, seconds):
+        self._stages.arrived(process, number, error)
+        if error:
+            self.error = self.error or f"transfer {number} failed: {error}"
+        self._scheduler.arrived(process, number, error, token)
+
+    def on_tokens(self, process, d, rows, bests):
+        self._scheduler.tokens(d, rows, bests)
+
+    def on_broken(self, process, role, index, why):
+        self.error = self.error or f"{role} engine {index} failed on process {process}: {why}"
+        self._scheduler.lose(role, index, why)
+
+    def on_out_of_step(self, process, why):
+        self._end(f"transfers are out of step: {why}")
+
+    def on_chain(self, process, plan, chain):
+        """Compare what the processes have issued; all must have issued the same."""
+        if not self._hash_chain:
+            return
+        seen = self._chains.setdefault(plan, {})
+        seen[process] = chain
+        if 0 in seen:
+            for q, theirs in seen.items():
+                if theirs != seen[0]:
+                    self._end(f"process {q} diverged from process 0 between plans {max(0, plan - CHAIN_EVERY + 1)} and {plan}: "
+                              "it did not issue the same transfers")
+        for old in [n for n in self._chains if n < plan - 1000]:
+            del self._chains[old]

@@ -1,0 +1,200 @@
+"""What every process does: read a plan, execute its operations that concern it, report.
+
+The operations, JSON lists:
+  ["prefill", p, number, request, tokens, start, last, sampler]   compute one chunk on prefill engine p
+  ["transfer", number, p, d, bucket, request]                     send it to decode engine d: every process issues this
+  ["write", d, number, slot, start, activation]                   put it into a reserved slot; activation is null, or, with
+                                                                  the last chunk, [position, left, stop ids, sampler]
+  ["decode", d]                                                   one call of decode steps
+  ["free", d, slot]                                               end a slot before its limit
+  ["discard", number]                                             forget a chunk that will not be written
+  ["drop", role, index, why]                                      the engine is dead: its processes leave
+  ["stop", error]                                                 the end; error is null or the reason
+
+The reports:
+  ["computed", number]  ["first", number, request, token, best]   from a prefill engine's leader
+  ["arrived", number, error, token, seconds]                      from every process of the receiving engine
+  ["tokens", d, rows, bests]                                      from a decode engine's leader
+  ["broken", role, index, why]                                    an engine's computation failed
+  ["out_of_step", why]                                            a transfer brought what another one should have
+  ["chain", plan, hash]                                           debug: what this process has issued up to this plan
+
+Three threads: this one reads the log and is the only one to dispatch programs and transfers, one polls for arrivals, one
+reads results from the devices. Nothing here depends on anything that is not in the log.
+"""
+
+import collections
+import queue
+import threading
+import time
+
+import jax
+import numpy as np
+
+from disagg import sampling
+
+CHAIN_EVERY = 8  # plans between two comparisons in debug mode
+POLL_S = 0.0005
+
+
+class Stopped(Exception):
+    """The log has ended this process early; says why."""
+
+
+class Loop:
+    def __init__(self, topology, control, transfers, prefill, decode, *, deadline_s, hash_chain):
+        """prefill, decode: this process's PrefillEngine and DecodeEngine, None where it has none."""
+        self._topology, self._control, self._transfers = topology, control, transfers
+        self._prefill, self._decode = prefill, decode
+        mine = topology.my_prefill, topology.my_decode
+        self._p, self._d = (e.index if e else None for e in mine)
+        self._leads_prefill, self._leads_decode = (e is not None and e.leader == topology.process for e in mine)
+        self._deadline_s, self._hash_chain = deadline_s, hash_chain
+        self._chunks = {}      # number -> chunk computed here, not sent or written yet
+        self._received = {}    # number -> (prefill engine, parts) received here, not written yet
+        self._arriving = collections.OrderedDict()  # number -> (prefill engine, request, parts, issued)
+        self._lock = threading.Condition()          # of the two above
+        self._running = True
+        self._results = queue.SimpleQueue()         # (what to report, arrays to read for it)
+
+    def run(self):
+        """Until the log says stop. Raises Stopped if for a failure, ControlError if the log ends."""
+        threads = [threading.Thread(target=t, daemon=True, name=t.__name__) for t in (self._watch, self._read)]
+        for t in threads:
+            t.start()
+        try:
+            while True:
+                n, ops = self._control.next()
+                for name, *args in ops:
+                    if name == "stop":
+                        if args[0]:
+                            raise Stopped(args[0])
+                        return
+                    getattr(self, f"op_{name}")(*args)
+                if self._hash_chain and n % CHAIN_EVERY == 0:
+                    self._control.report("chain", n, self._transfers.chain.hexdigest())
+        finally:
+            self._results.put(None)
+            with self._lock:
+                self._running = False
+                self._lock.notify()
+            for t in threads:
+                t.join()
+
+    # Operations.
+
+    def op_prefill(self, p, number, request, tokens, start, last, sampler):
+        if p != self._p:
+            return
+        chunk, best = self._prefill.run(tokens, start, sampling.pack(*sampler), number, request)
+        self._chunks[number] = chunk
+        if self._leads_prefill:
+            what = ("first", number, request) if last else ("computed", number)
+            self._results.put((what, _to_host(chunk["ticket"], *best)))
+
+    def op_transfer(self, number, p, d, bucket, request):
+        parts = self._transfers.issue(number, p, d, bucket, self._chunks.pop(number, None))
+        if parts is not None:
+            with self._lock:
+                self._arriving[number] = p, request, parts, time.monotonic()
+                self._lock.notify()
+
+    def op_write(self, d, number, slot, start, activation):
+        if d != self._d:
+            return
+        chunk = self._chunks.pop(number, None)
+        if chunk is None:
+            with self._lock:
+                p, parts = self._received.pop(number)
+            chunk = self._transfers.routes[p, d].join(parts)
+        self._decode.write(chunk, slot, start)
+        if activation:
+            position, left, stops, sampler = activation
+            self._decode.activate(chunk, slot, position, left, stops, sampling.pack(*sampler))
+
+    def op_decode(self, d):
+        if d == self._d:
+            out = self._decode.run()
+            if self._leads_decode:
+                self._results.put((("tokens", d), _to_host(*out)))
+
+    def op_free(self, d, slot):
+        if d == self._d:
+            self._decode.free(slot)
+
+    def op_discard(self, number):
+        self._chunks.pop(number, None)
+        with self._lock:
+            self._arriving.pop(number, None)
+            self._received.pop(number, None)
+
+    def op_drop(self, role, index, why):
+        if index == (self._p if role == "prefill" else self._d):
+            if self._topology.process:
+                raise Stopped(f"{role} engine {index}, to which process {self._topology.process} belongs, is lost: {why}")
+            self._p, self._d = (None, self._d) if role == "prefill" else (self._p, None)  # process 0 keeps the log
+
+    # The other threads.
+
+    def _watch(self):
+        """Report every chunk that has arrived here, or failed to."""
+        while True:
+            with self._lock:
+                while self._running and not self._arriving:
+                    self._lock.wait()
+                if not self._running:
+                    return
+                waiting = list(self._arriving.items())
+            done = [self._arrived(*item) for item in waiting if self._is_due(*item[1][2:])]
+            if not done:
+                time.sleep(POLL_S)
+
+    def _is_due(self, parts, issued):
+        return all(a.is_ready() for a in jax.tree.leaves(parts)) or time.monotonic() - issued > self._deadline_s
+
+    def _arrived(self, number, entry):
+        p, request, parts, issued = entry
+        error = token = None
+        seconds = time.monotonic() - issued
+        if not all(a.is_ready() for a in jax.tree.leaves(parts)):
+            error = f"process {self._topology.process} did not receive it within {self._deadline_s:.0f} s"
+        else:
+            try:
+                jax.block_until_ready(parts)  # a failed receive is ready too, and raises here
+                for part in parts:
+                    token, *tag = np.asarray(part["ticket"].addressable_data(0)).tolist()
+                    if tag != [number, request]:
+                        self._control.report("out_of_step", f"process {self._topology.process} waited for transfer {number} "
+                                             f"of request {request} and received transfer {tag[0]} of request {tag[1]}")
+                        error = "out of step"
+            except jax.errors.JaxRuntimeError as e:
+                error = f"process {self._topology.process}: {str(e).splitlines()[0]}"
+        with self._lock:
+            if self._arriving.pop(number, None) is not None and not error:
+                self._received[number] = p, parts
+        self._control.report("arrived", number, error, token, seconds)
+
+    def _read(self):
+        """Read results from the devices, in the order in which they were dispatched, and report them."""
+        while (item := self._results.get()) is not None:
+            what, arrays = item
+            try:
+                first, ids, values = (np.asarray(a).tolist() for a in arrays)
+            except jax.errors.JaxRuntimeError as e:
+                role = "decode" if what[0] == "tokens" else "prefill"
+                self._control.report("broken", role, self._d if role == "decode" else self._p, str(e).splitlines()[0])
+                continue
+            if what[0] == "tokens":
+                self._control.report(*what, first, [[list(zip(i, v)) for i, v in zip(*step)] for step in zip(ids, values)])
+            elif what[0] == "first":
+                self._control.report(*what, first[0], list(zip(ids, values)))
+            else:
+                self._control.report(*what)
+
+
+def _to_host(*arrays):
+    """This process's copies of replicated arrays, on their way to the host."""
+    local = [a.addressable_data(0) for a in arrays]
+    for a in local:
+        a.copy_to_host_async()
+    return local

@@ -1,0 +1,70 @@
+"""The prefill engine: prompts in chunks, each chunk's KV handed out for the transfer.
+
+The working cache of the prompt stays here; a chunk attends to it and to itself. A chunk is padded to a bucket, and one
+program is compiled a bucket.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from disagg import sampling, sharding
+
+# What a chunk is on its way to a decode engine: k, v [L,K,C,D], and the ticket, int32 [3]: the token sampled after the
+# chunk's last valid position, the number of the transfer and of the request. The receiver checks the last two.
+CHUNK_AXES = {"k": ("layers", "kv_heads", "length", "head_dim"), "v": ("layers", "kv_heads", "length", "head_dim")}
+
+
+def chunk_shape(model, bucket):
+    """Tree of jax.ShapeDtypeStruct of a chunk of this bucket."""
+    L, _, K, _, D = model.cache_shape(1, 1).k.shape
+    kv = jax.ShapeDtypeStruct((L, K, bucket, D), model.cache_shape(1, 1).k.dtype)
+    return {"k": kv, "v": kv, "ticket": jax.ShapeDtypeStruct((3,), jnp.int32)}
+
+
+def chunk_shardings(mesh):
+    return {name: sharding.named(mesh, axes) for name, axes in CHUNK_AXES.items()} | {"ticket": sharding.replicated(mesh)}
+
+
+def prefill_chunk(model, top, params, cache, tokens, start, length, sampler, tag):
+    """One chunk of one prompt.
+
+    tokens int32 [C], of which `length` are valid; the cache (KV with batch 1) holds the positions before `start`, a
+    multiple of the chunk size, so that start + C never passes the cache's end (dynamic_update_slice would clamp and
+    shift the KV in silence). tag int32 [2]: transfer and request number.
+    -> cache, chunk (see CHUNK_AXES), and the n = top best candidates: ids [n], scores [n].
+    """
+    x, new = model.forward(params, tokens[None], start[None], cache)
+    cache = jax.tree.map(lambda c, n: jax.lax.dynamic_update_slice(c, n, (0, 0, 0, start, 0)), cache, new)
+    last = jax.lax.dynamic_slice_in_dim(x[0], length - 1, 1)
+    token, scores = sampling.sample(model.logits(params, last), sampler, (start + length)[None])
+    ids, values = sampling.best(scores, top)
+    chunk = {"k": new.k[:, 0], "v": new.v[:, 0], "ticket": jnp.concatenate([token, tag])}
+    return cache, chunk, (ids[0], values[0])
+
+
+class PrefillEngine:
+    """Holds the sharded parameters and the working cache of one engine; every process of the engine makes the same calls."""
+
+    def __init__(self, model, params, mesh, *, cache_length, buckets, top):
+        self.buckets = buckets
+        self._params = params
+        cache = model.cache_shape(1, cache_length)
+        caches = sharding.tree(mesh, cache, model.cache_axes())
+        self._cache = jax.jit(lambda: model.init_cache(1, cache_length), out_shardings=caches)()
+        self._chunk = jax.jit(functools.partial(prefill_chunk, model, top), donate_argnums=1,
+                              out_shardings=(caches, chunk_shardings(mesh), sharding.replicated(mesh)))
+
+    def run(self, tokens, start, sampler, transfer, request):
+        """Dispatch one chunk: tokens, a list of at most the largest bucket's length, from position `start`.
+
+        -> chunk and its best candidates, on the devices.
+        """
+        bucket = next(b for b in self.buckets if b >= len(tokens))
+        padded = np.zeros(bucket, np.int32)
+        padded[:len(tokens)] = tokens
+        self._cache, chunk, best = self._chunk(self._params, self._cache, padded, np.int32(start), np.int32(len(tokens)),
+                                               sampler, np.array([transfer, request], np.int32))
+        return chunk, best

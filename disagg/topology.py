@@ -1,0 +1,216 @@
+"""Joining the job, and which process and device belongs to which engine.
+
+An engine is one copy of the model on one mesh over whole processes. `prefill` and `decode` engines are numbered apart;
+in interleaved mode every engine is both, so prefill engine i and decode engine i share one mesh.
+"""
+
+import dataclasses
+import os
+import socket
+
+import jax
+import numpy as np
+from jax._src import distributed
+from jax.sharding import Mesh
+
+MODES = ("disaggregated", "interleaved")
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """One engine. `processes` are the controllers that own its devices; the first of them is its leader."""
+
+    role: str
+    index: int
+    mesh: Mesh
+    processes: tuple[int, ...]
+    slices: tuple[str, ...]
+
+    @property
+    def name(self):
+        return f"{self.role} {self.index} (slice {', '.join(self.slices)})"
+
+    @property
+    def leader(self):
+        return self.processes[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    mode: str
+    process: int
+    num_processes: int
+    prefill: tuple[Engine, ...]
+    decode: tuple[Engine, ...]
+
+    @property
+    def pairs(self):
+        """(prefill index, decode index) pairs between which chunks go, in the order that all processes use."""
+        if self.mode == "interleaved":
+            return [(i, i) for i in range(len(self.decode))]
+        return [(p, d) for p in range(len(self.prefill)) for d in range(len(self.decode))]
+
+    @property
+    def my_prefill(self):
+        return next((e for e in self.prefill if self.process in e.processes), None)
+
+    @property
+    def my_decode(self):
+        return next((e for e in self.decode if self.process in e.processes), None)
+
+
+def _roles(config):
+    """The roles that have engines of their own in this mode. Raises ValueError for an unknown mode or a bad count."""
+    if config.mode not in MODES:
+        raise ValueError(f"config.mode must be one of {', '.join(MODES)}, got {config.mode!r}")
+    names = ("decode",) if config.mode == "interleaved" else ("prefill", "decode")
+    for name in names:
+        role = config[name]
+        for field in ("engines", "processes"):
+            if role[field] < 1:
+                raise ValueError(f"config.{name}.{field} must be at least 1, got {role[field]}")
+        if role.tp is not None and (role.tp < 1 or role.tp % role.processes):
+            raise ValueError(f"config.{name}.tp ({role.tp}) must be a multiple of config.{name}.processes "
+                             f"({role.processes})")
+    return names
+
+
+def local_processes(config):
+    """(processes, CPU devices a process) that a run of this config on one machine needs."""
+    roles = [config[name] for name in _roles(config)]
+    return (sum(r.engines * r.processes for r in roles),
+            max((r.tp or r.processes) // r.processes for r in roles))
+
+
+def start(config, *, coordinator, num_processes, process, cpu_devices):
+    """Join the job. Everything is set before a backend exists.
+
+    One process has nothing to join. With coordinator, num_processes and process all None, jax finds them. Raises RuntimeError if a process never joins within
+    config.control.start_s, or process 0 cannot listen on its port.
+    """
+    control = config.control
+    jax.config.update("jax_default_matmul_precision", config.matmul_precision)
+    # Otherwise JAX's preemption notifier swallows SIGTERM and the process does not end.
+    jax.config.update("jax_enable_preemption_service", False)
+    # A dead process fails only what waits for it; the others go on.
+    jax.config.update("jax_enable_recoverability", True)
+    if cpu_devices is not None:
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    if num_processes == 1:
+        return
+    if coordinator is not None and process == 0:
+        _check_free(coordinator)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # An explicit port: with port 0 the sender publishes 0 and the receiver waits for ever.
+    transfer = config.transfer
+    port = transfer.port + (process or 0) if transfer.port else free_port(transfer.address)
+    jax.config.update("jax_cross_host_transfer_socket_address", f"{transfer.address}:{port}")
+    jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{transfer.address}:0"] * transfer.streams))
+    try:
+        jax.distributed.initialize(coordinator, num_processes, process, heartbeat_timeout_seconds=int(control.deadline_s),
+                                   initialization_timeout=int(control.start_s))
+    except jax.errors.JaxRuntimeError as e:
+        raise RuntimeError(f"could not join {num_processes or 'the'} processes at {coordinator or 'the coordinator'} "
+                           f"within config.control.start_s={control.start_s:.0f} s: {str(e).splitlines()[0]}") from e
+
+
+def coordination_client():
+    """The client of the coordination service, which carries the log and the reports. Private in JAX; used only here."""
+    return distributed.global_state.client
+
+
+def free_port(host="127.0.0.1"):
+    with socket.socket() as s:
+        s.bind((host, 0))
+        return s.getsockname()[1]
+
+
+def _check_free(address):
+    """Raise OSError, naming the address, if it is this machine's and its port is taken."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"coordinator address must be ip:port, got {address!r}")
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, int(port)))
+        except OSError as e:
+            raise OSError(e.errno, f"process 0 cannot listen on coordinator address {address}: {os.strerror(e.errno)}") from None
+
+
+def slices_of(devices, names=None):
+    """Slice name -> its process ids, in order.
+
+    A name given for a process wins; else the device's slice_index where the platform has several slices; else every
+    process is a slice of its own. names: process id -> name, for the processes that were given one.
+    """
+    names = names or {}
+    several = len({getattr(d, "slice_index", None) for d in devices}) > 1
+    slices = {}
+    for d in sorted(devices, key=lambda d: (getattr(d, "slice_index", None) or 0, d.process_index)):
+        name = names.get(d.process_index) or str(d.slice_index if several else d.process_index)
+        members = slices.setdefault(name, [])
+        if d.process_index not in members:
+            members.append(d.process_index)
+    return slices
+
+
+def build(config, devices, process, names=None):
+    """Split `devices` (of all processes) into engines. Raises ValueError, with the numbers, where they do not fit."""
+    roles = _roles(config)
+    slices = slices_of(devices, names)
+    slice_of = {p: name for name, members in slices.items() for p in members}
+    order = [p for members in slices.values() for p in members]
+    by_process = {p: sorted((d for d in devices if d.process_index == p), key=lambda d: d.id) for p in order}
+    chosen = {name: _slice_names(config[name].slices, slices, name) for name in roles}
+    named = {s for picked in chosen.values() for s in picked}
+    free = [p for p in order if slice_of[p] not in named]
+    engines, used = {}, {}
+    for name in roles:
+        role = config[name]
+        need = role.engines * role.processes
+        have = [p for s in chosen[name] for p in slices[s]] if chosen[name] else free[:need]
+        if len(have) != need:
+            where = f"slices {', '.join(chosen[name])} have" if chosen[name] else "left for it are"
+            raise ValueError(f"{name}: {role.engines} engines of {role.processes} processes need {need} processes, "
+                             f"{where} {len(have)} of the job's {len(order)}")
+        if not chosen[name]:
+            free = free[need:]
+        for p in have:
+            if p in used:
+                raise ValueError(f"process {p} (slice {slice_of[p]}) is asked for by both {used[p]} and {name}")
+            used[p] = name
+        engines[name] = tuple(_engine(name, i, role, have[i * role.processes:(i + 1) * role.processes], by_process, slice_of)
+                              for i in range(role.engines))
+    if idle := [p for p in order if p not in used]:
+        raise ValueError(f"the job has {len(order)} processes, the config uses {len(used)}: no engine has processes {idle}")
+    decode = engines["decode"]
+    prefill = engines.get("prefill") or tuple(dataclasses.replace(e, role="prefill") for e in decode)
+    return Topology(config.mode, process, len(order), prefill, decode)
+
+
+def _slice_names(wanted, slices, role):
+    known = list(slices)
+    picked = []
+    for s in wanted:
+        name = known[s] if isinstance(s, int) and 0 <= s < len(known) else s
+        if name not in slices:
+            raise ValueError(f"config.{role}.slices names slice {s!r}; the job has {len(known)}: {', '.join(known)}")
+        picked.append(name)
+    return picked
+
+
+def _engine(role_name, index, role, processes, by_process, slice_of):
+    tp = role.tp or sum(len(by_process[p]) for p in processes)
+    each = tp // len(processes)
+    chosen = []
+    for p in processes:
+        if len(by_process[p]) < each or tp % len(processes):
+            raise ValueError(f"config.{role_name}.tp={tp} over {len(processes)} processes needs {tp / len(processes):g} devices a process; "
+                             f"process {p} has {len(by_process[p])}")
+        if len(by_process[p]) > each and by_process[p][0].platform == "tpu":
+            raise ValueError(f"config.{role_name}.tp={tp} leaves devices of process {p} unused ({each} of "
+                             f"{len(by_process[p])}): on TPU an engine takes whole slices")
+        chosen += by_process[p][:each]
+    names = tuple(dict.fromkeys(slice_of[p] for p in processes))
+    return Engine(role_name, index, Mesh(np.array(chosen), ("tp",)), tuple(processes), names)
