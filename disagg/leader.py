@@ -6,6 +6,7 @@ One thread. Front ends call submit, cancel and stop from any thread; a request's
 import collections
 import itertools
 import threading
+import time
 
 from disagg.loop import CHAIN_EVERY
 
@@ -53,7 +54,7 @@ class Leader:
 
     def _run(self):
         self._stopped = False
-        timeout = self._idle_s
+        timeout, published = self._idle_s, time.monotonic()
         while not self._stopped:
             reports = self._control.receive(timeout)
             for process, message in reports:
@@ -66,8 +67,9 @@ class Leader:
             if self._stopped:
                 break
             ops = self._scheduler.plan()
-            if ops or not reports:
+            if ops or time.monotonic() - published >= self._idle_s:
                 self._control.publish(ops)
+                published = time.monotonic()
                 self._stages.planned(ops)
             self._hand_out()
             # With something planned there may be more to plan at once; else the next report decides.

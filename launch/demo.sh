@@ -30,6 +30,7 @@ for mode in interleaved disaggregated; do
   if ! "$python" -m launch.local --config=configs/tiny.py --config.mode="$mode" --mode=batch \
     --input="$scratch/request.jsonl" --output="$scratch/$mode.jsonl" </dev/null 2>"$scratch/$mode.log"; then
     cat "$scratch/$mode.log" >&2
+    [[ ! -s $scratch/$mode.jsonl ]] || cat "$scratch/$mode.jsonl" >&2
     say "The $mode run failed."
     exit 1
   fi
@@ -46,14 +47,16 @@ sys.stdout.reconfigure(errors="replace")
 answers = {}
 for mode in ("interleaved", "disaggregated"):
     answers[mode] = json.loads((scratch / f"{mode}.jsonl").read_text(encoding="utf-8"))
+    if error := answers[mode].get("error"):
+        sys.exit(f"The {mode} run answered with an error: {error['message']}")
 
 print(f"\nprompt:        {prompt}")
 for mode, answer in answers.items():
     print(f"{mode + ':':15}{answer['text']}")
 print("\nstages of the disaggregated run:")
 for line in (scratch / "disaggregated.log").read_text(encoding="utf-8", errors="replace").splitlines():
-    if re.search("prefill on|transfer from|insert on", line):
-        print(f"  {line}")
+    if stage := re.search("(prefill on|transfer from|insert on) .*", line):
+        print(f"  {stage[0]}")
 same = all(len({json.dumps(answer[field]) for answer in answers.values()}) == 1 for field in ("text", "token_ids"))
 print(f"\nidentical: {'yes' if same else 'no'}")
 sys.exit(not same)

@@ -1,0 +1,189 @@
+"""One process's part of a cell: everything between the topology and the front end, put together."""
+
+import dataclasses
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from disagg import sampling, selftest, sharding
+from disagg.control import Control, ControlError
+from disagg.decode import DecodeEngine
+from disagg.leader import Leader
+from disagg.loop import Loop, Stopped
+from disagg.prefill import PrefillEngine, chunk_shape, chunk_shardings
+from disagg.scheduler import Scheduler
+from disagg.stage_log import StageLog
+from disagg.transfer import Transfers
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What the engines are compiled for; checked against each other and the model here, before anything is loaded."""
+
+    cache_length: int
+    buckets: tuple[int, ...]
+    slots: int
+    steps: int
+    prefill_ahead: int
+    decode_ahead: int
+    top: int
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("buckets", "top") and value < 1:
+                raise ValueError(f"{field.name} must be at least 1, got {value}")
+        if list(self.buckets) != sorted(set(self.buckets)) or not self.buckets or self.buckets[0] < 1:
+            raise ValueError(f"config.buckets must be ascending and positive, got {self.buckets}")
+        if self.cache_length % self.buckets[-1]:
+            # Else a padded chunk could reach over the cache's end, where the write would be shifted in silence.
+            raise ValueError(f"config.cache_length ({self.cache_length}) must be a multiple of config.chunk ({self.buckets[-1]})")
+
+    @classmethod
+    def of(cls, config, model_length):
+        """From the config. Raises ValueError with the numbers."""
+        if config.buckets and config.buckets[-1] != config.chunk:
+            raise ValueError(f"the last of config.buckets {config.buckets} must be config.chunk ({config.chunk})")
+        if config.cache_length > model_length:
+            raise ValueError(f"config.cache_length ({config.cache_length}) is over the model's max_length ({model_length})")
+        if config.top_logits < 0:
+            raise ValueError(f"config.top_logits must not be negative, got {config.top_logits}")
+        return cls(config.cache_length, tuple(config.buckets), config.decode.slots, config.decode.steps,
+                   config.prefill.ahead, config.decode.ahead, config.top_logits)
+
+
+def run(config, prepare, topology, *, client=None, name="cell"):
+    """Serve until the front end is done or the cell cannot go on; -> None, or why it ended early.
+
+    prepare() -> (model, load, front), whose errors end the start on every process. load(shardings): the parameters as a
+    tree laid out by `shardings` (see disagg.weights). front(leader), on process 0 and called in a thread: submits
+    requests and returns when it has all answers. client: the coordination service's. name: keeps apart several runs of
+    one job.
+    """
+    control = Control(client, topology.process, topology.num_processes, heartbeat_s=config.control.heartbeat_s,
+                      deadline_s=config.control.deadline_s, name=name)
+    try:
+        model, load, front = _agreed(control, config, prepare)
+        limits = _agreed(control, config, lambda: Limits.of(config, model.config.max_length))
+        prefill, decode = _agreed(control, config, lambda: _load(model, topology, limits, load))
+        transfers = _agreed(control, config, lambda: _connect(model, topology, limits, config))
+        _agreed(control, config, lambda: _warm_up(model, topology, limits, prefill, decode))
+        loop = Loop(topology, control, transfers, prefill, decode, deadline_s=config.control.deadline_s,
+                    hash_chain=config.debug.hash_chain)
+        if topology.process:
+            loop.run()
+            return None
+        return _lead(config, model, topology, limits, control, loop, front)
+    except (Stopped, ControlError) as e:
+        return str(e)
+    finally:
+        control.close()
+
+
+def _lead(config, model, topology, limits, control, loop, front):
+    """Process 0: the leader and the front end in threads of their own, beside the loop."""
+    scheduler = Scheduler(prefill=[e.processes for e in topology.prefill], decode=[e.processes for e in topology.decode],
+                          interleaved=topology.mode == "interleaved", slots=limits.slots, buckets=limits.buckets,
+                          steps=limits.steps, prefill_ahead=limits.prefill_ahead, decode_ahead=limits.decode_ahead)
+    leader = Leader(control, scheduler, StageLog(model, topology, limits.buckets), topology,
+                    idle_s=config.control.deadline_s / 5, hash_chain=config.debug.hash_chain)
+    leader.start()
+    front_end = threading.Thread(target=_run_front, args=(front, leader), name="front end", daemon=True)
+    front_end.start()
+    loop.run()
+    leader.join()
+    front_end.join(config.control.deadline_s)  # it has got all answers there will be
+    return leader.error
+
+
+def _run_front(front, leader):
+    try:
+        front(leader)
+    except Exception as e:  # whatever it is, the cell must end with it
+        logging.exception("the front end failed")
+        leader.stop(f"{type(e).__name__}: {e}")
+    else:
+        leader.stop()
+
+
+def _agreed(control, config, step):
+    """Run a step of the start-up on every process and go on only if it went well on all. Raises Stopped on all, if not."""
+    error = result = None
+    try:
+        result = step()
+    except (ValueError, OSError, RuntimeError) as e:  # JAX's errors are RuntimeErrors
+        error = f"process {control.process}: {e}"
+    control.report("ready", error)
+    if control.process == 0:
+        control.publish([["stop", why]] if (why := _first_error(control, config.control.start_s)) else [])
+    _, ops = control.next(config.control.start_s)
+    if ops:
+        raise Stopped(ops[0][1])
+    return result
+
+
+def _first_error(control, start_s):
+    """Process 0: wait for all processes' word; -> the first error, or None."""
+    waiting, end = set(range(control.num_processes)), time.monotonic() + start_s
+    while waiting:
+        for process, (kind, *details) in control.receive(0.2):
+            if kind in ("gone", "goodbye"):
+                return f"process {process} left during the start"
+            if details[0]:
+                return details[0]
+            waiting.discard(process)
+        for _, why in control.lost():
+            return f"{why} during the start"
+        if time.monotonic() > end:
+            return f"processes {sorted(waiting)} were not ready within config.control.start_s={start_s:.0f} s"
+    return None
+
+
+def _load(model, topology, limits, load):
+    """The engines of this process: (PrefillEngine or None, DecodeEngine or None)."""
+    engines, params = [], {}
+    for engine in (topology.my_prefill, topology.my_decode):
+        if engine is not None and engine.mesh not in params:  # an interleaved engine is both on one mesh
+            shardings = sharding.tree(engine.mesh, model.params_shape(), model.params_axes())
+            started = time.monotonic()
+            params[engine.mesh] = jax.block_until_ready(load(shardings))
+            logging.info("weights on %s in %.1f s", engine.name, time.monotonic() - started)
+    prefill, decode = topology.my_prefill, topology.my_decode
+    return (prefill and PrefillEngine(model, params[prefill.mesh], prefill.mesh, cache_length=limits.cache_length,
+                                      buckets=limits.buckets, top=limits.top),
+            decode and DecodeEngine(model, params[decode.mesh], decode.mesh, slots=limits.slots,
+                                    cache_length=limits.cache_length, steps=limits.steps, top=limits.top))
+
+
+def _connect(model, topology, limits, config):
+    if topology.mode == "interleaved":
+        return None
+    transfers = Transfers(model, topology)
+    started = time.monotonic()
+    for (p, d), rate in selftest.run(model, topology, transfers, limits.buckets, config.control.start_s / 2).items():
+        logging.info("self-test from %s to %s: values right, %.3f GB/s, %d calls a chunk", topology.prefill[p].name,
+                     topology.decode[d].name, rate, len(transfers.routes[p, d].calls))
+    logging.info("self-test of %d engine pairs in %.1f s", len(topology.pairs), time.monotonic() - started)
+    return transfers
+
+
+def _warm_up(model, topology, limits, prefill, decode):
+    """Compile every program that serving uses, by running it."""
+    started = time.monotonic()
+    greedy = sampling.pack(0, 0.0, 0, 1.0)
+    for bucket in limits.buckets:
+        if prefill:
+            jax.block_until_ready(prefill.run([0] * bucket, 0, greedy, 0, 0))
+        if decode:
+            shapes = chunk_shape(model, bucket)
+            chunk = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+                            out_shardings=chunk_shardings(topology.my_decode.mesh))()
+            decode.write(chunk, 0, 0)
+    if decode:
+        decode.activate(chunk, 0, 1, 0, [], greedy)
+        decode.free(0)
+        jax.block_until_ready(decode.run())
+    logging.info("programs compiled in %.1f s", time.monotonic() - started)

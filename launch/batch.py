@@ -1,0 +1,114 @@
+"""Batch mode: a file of requests in, a file of answers out, one line each, in order."""
+
+import json
+import queue
+import sys
+
+from absl import logging
+
+from disagg import request as request_lib
+from disagg.tokenizer import TextStream
+
+
+class Batch:
+    """Reads the requests of one input file and writes their answers as soon as all earlier ones are written."""
+
+    def __init__(self, input_path, output_path, tokenizer, cache_length, vocab_size):
+        """Opens both. Raises ValueError that names the path if that fails; '-' is standard input or output."""
+        if not input_path or not output_path:
+            raise ValueError(f"--mode=batch needs --input and --output, got {input_path!r} and {output_path!r}")
+        self._tokenizer, self._limits = tokenizer, {"cache_length": cache_length, "vocab_size": vocab_size}
+        try:
+            self._lines = (sys.stdin.buffer if input_path == "-" else open(input_path, "rb")).read().splitlines()
+        except OSError as e:
+            raise ValueError(f"--input={input_path}: {e.strerror}") from None
+        try:
+            self._output = sys.stdout if output_path == "-" else open(output_path, "w", encoding="utf-8")
+        except OSError as e:
+            raise ValueError(f"--output={output_path}: {e.strerror}") from None
+        self._output_path = output_path
+
+    def __call__(self, leader):
+        """Serve every line; -> the number of answers that are errors. Raises OSError if an answer cannot be written.
+
+        A request without a seed gets its line's index, so that a run can be repeated.
+        """
+        self._done = queue.SimpleQueue()
+        waiting = 0
+        for index, line in enumerate(self._lines):
+            try:
+                asked = request_lib.parse(_json_object(line))
+                number = leader.new_id()
+                prepared = request_lib.prepare(asked, number, self._tokenizer, default_seed=index, **self._limits)
+            except ValueError as e:
+                self._done.put({"index": index, "error": {"message": str(e), "type": "invalid_request_error"}})
+                continue
+            finally:
+                waiting += 1
+            answer = _Answer(index, prepared, TextStream(self._tokenizer, prepared.stop_ids, asked.stop_strings), leader, self._done)
+            leader.submit(prepared, answer)
+        return self._write(waiting)
+
+    def _write(self, waiting):
+        ready, written, errors = {}, 0, 0
+        while written < waiting:
+            answer = self._done.get()
+            ready[answer["index"]] = answer
+            while written in ready:
+                answer = ready.pop(written)
+                errors += "error" in answer
+                try:
+                    print(json.dumps(answer, ensure_ascii=False), file=self._output, flush=True)
+                except OSError as e:
+                    raise OSError(e.errno, f"cannot write --output={self._output_path} ({written} of {waiting} answers "
+                                  f"are written): {e.strerror}") from None
+                written += 1
+        if self._output is not sys.stdout:
+            self._output.close()
+        logging.info("batch: %d answers, %d of them errors", written, errors)
+        return errors
+
+
+class _Answer:
+    """Gathers one answer from the leader's events and puts it, as the output line's object, on a queue."""
+
+    def __init__(self, index, request, stream, leader, done):
+        self._index, self._request, self._stream, self._leader, self._done = index, request, stream, leader, done
+        self._bests = []
+
+    def __call__(self, kind, *details):
+        if kind == "tokens":
+            for token, best in zip(*details):
+                self._stream.push(token)
+                self._bests.append(best)
+                if self._stream.stopped:
+                    self._leader.cancel(self._request.id)
+                    self._finish("stop")
+                    break
+        elif kind == "finish":
+            self._finish(details[0])
+        else:
+            self._done.put({"index": self._index, "error": {"message": details[0], "type": "server_error"}})
+
+    def _finish(self, reason):
+        self._stream.finish()
+        answer = {"index": self._index, "text": self._stream.text, "token_ids": self._stream.ids,
+                  "finish_reason": "stop" if self._stream.stopped else reason,
+                  "usage": {"prompt_tokens": len(self._request.tokens), "completion_tokens": len(self._stream.ids),
+                            "total_tokens": len(self._request.tokens) + len(self._stream.ids)}}
+        if any(self._bests):
+            answer["top_logits"] = self._bests
+        self._done.put(answer)
+
+
+def _json_object(line):
+    """Raises ValueError unless the line is UTF-8 and a JSON object."""
+    try:
+        fields = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as e:
+        raise ValueError(f"the line is not UTF-8: {e.reason} at byte {e.start}") from None
+    except (json.JSONDecodeError, RecursionError) as e:
+        raise ValueError(f"the line is not JSON: {e}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"the line must be a JSON object, got {type(fields).__name__}")
+    return fields

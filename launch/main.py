@@ -1,0 +1,85 @@
+"""One process of the cell: the same program on every host.
+
+  python -m launch.main --config=configs/tiny.py --mode=batch --input=prompts.jsonl --output=out.jsonl \
+      --coordinator_address=10.0.0.2:8476 --num_processes=2 --process_id=0
+"""
+
+import functools
+import os
+import sys
+import time
+
+import jax
+from absl import app, logging
+
+from disagg import cell, compilation_cache, topology
+from disagg.tokenizer import SentencePieceTokenizer
+from disagg.weights import Checkpoint
+from launch import flags
+from launch.batch import Batch
+from models import llama, llama_weights
+
+
+def make_model(config):
+    """The model of the config, its unset fields from the checkpoint. Raises ValueError."""
+    fields = llama_weights.merge(config.model.to_dict(), config.checkpoint)
+    rows = 8 if jax.default_backend() == "tpu" else 1
+    return llama.Llama(llama.Config(**fields, query_rows=rows))
+
+
+def serve(config, open_front, topo, *, client, name="cell"):
+    """Model, weights and cell of this process; -> None, or why it ended early.
+
+    open_front(tokenizer, cache_length, vocab_size): on process 0, the front end; see cell.run.
+    """
+    def prepare():
+        model = make_model(config)
+        tied = model.config.tie_embeddings
+
+        def load(shardings):
+            checkpoint = Checkpoint(config.checkpoint, llama_weights.tensors(tied), model.params_shape(),
+                                    model.config.num_layers, llama_weights.ignored(tied))
+            return checkpoint.load(shardings)
+
+        front = None
+        if topo.process == 0:
+            tokenizer = SentencePieceTokenizer(config.tokenizer or config.checkpoint, model.config.vocab_size)
+            front = open_front(tokenizer, config.cache_length, model.config.vocab_size)
+        return model, load, front
+
+    return cell.run(config, prepare, topo, client=client, name=name)
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f"arguments not understood: {' '.join(argv[1:])}")
+    config, process = flags.CONFIG.value, flags.PROCESS_ID.value
+    topology.start(config, coordinator=flags.COORDINATOR.value, num_processes=flags.NUM_PROCESSES.value, process=process,
+                   cpu_devices=flags.CPU_DEVICES.value)
+    process = jax.process_index()
+    compilation_cache.enable(config.compilation_cache, process, jax.process_count())
+    topo = topology.build(config, jax.devices(), process)
+    for engine in (*topo.prefill, *topo.decode):
+        logging.info("%s: processes %s, %d devices", engine.name, engine.processes, engine.mesh.size)
+    open_batch = functools.partial(Batch, flags.INPUT.value, flags.OUTPUT.value)
+    return serve(config, open_batch, topo, client=topology.coordination_client())
+
+
+def run(argv):
+    """main with its errors as one clear line, and an exit that waits for no other process."""
+    try:
+        error = main(argv)
+    except (ValueError, OSError, RuntimeError) as e:
+        error = str(e)
+    if error:
+        logging.error("process %s: %s", flags.PROCESS_ID.value or 0, error)
+        if not flags.PROCESS_ID.value:
+            time.sleep(0.5)  # process 0 holds the coordination service: it leaves last
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if error else 0)  # jax's own exit waits for every process, also for dead ones
+
+
+if __name__ == "__main__":
+    logging.set_verbosity(logging.INFO)
+    app.run(run)

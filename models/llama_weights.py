@@ -1,0 +1,103 @@
+"""Hugging Face Llama checkpoints: names of tensors -> parameters, and config.json -> architecture, as tables."""
+
+import json
+import pathlib
+
+# Parameter -> tensor name; {} is the layer's number: those tensors are stacked along the first axis.
+TENSORS = {
+    ("embed",): "model.embed_tokens.weight",
+    ("norm",): "model.norm.weight",
+    ("head",): "lm_head.weight",
+    ("layers", "wq"): "model.layers.{}.self_attn.q_proj.weight",
+    ("layers", "wk"): "model.layers.{}.self_attn.k_proj.weight",
+    ("layers", "wv"): "model.layers.{}.self_attn.v_proj.weight",
+    ("layers", "wo"): "model.layers.{}.self_attn.o_proj.weight",
+    ("layers", "w_gate"): "model.layers.{}.mlp.gate_proj.weight",
+    ("layers", "w_up"): "model.layers.{}.mlp.up_proj.weight",
+    ("layers", "w_down"): "model.layers.{}.mlp.down_proj.weight",
+    ("layers", "attention_norm"): "model.layers.{}.input_layernorm.weight",
+    ("layers", "mlp_norm"): "model.layers.{}.post_attention_layernorm.weight",
+}
+
+# Tensors that some checkpoints hold and no model needs: a buffer, and a copy of the embeddings where they are tied.
+IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+IGNORED_WHEN_TIED = (r"lm_head\.weight",)
+
+FIELDS = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
+          "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "max_length": "max_position_embeddings",
+          "rms_norm_eps": "rms_norm_eps"}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def tensors(tied):
+    """The table for one model."""
+    return {path: name for path, name in TENSORS.items() if not (tied and path == ("head",))}
+
+
+def ignored(tied):
+    return IGNORED + (IGNORED_WHEN_TIED if tied else ())
+
+
+def architecture(folder):
+    """The fields of llama.Config that folder/config.json gives.
+
+    Raises ValueError if the file is missing or not JSON, lacks a field, or asks for what this model does not have.
+    """
+    file = pathlib.Path(folder) / "config.json"
+    if not pathlib.Path(folder).is_dir():
+        raise ValueError(f"no checkpoint folder at {folder}")
+    if not file.is_file():
+        raise ValueError(f"{folder} has no config.json")
+    try:
+        hf = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{file} is not JSON: {e}") from None
+    missing = [name for name in FIELDS.values() if name not in hf]
+    if missing:
+        raise ValueError(f"{file} lacks {', '.join(missing)}")
+    _refuse_unsupported(file, hf)
+    fields = {ours: hf[theirs] for ours, theirs in FIELDS.items()}
+    fields["num_kv_heads"] = hf.get("num_key_value_heads") or hf["num_attention_heads"]
+    fields["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    fields["tie_embeddings"] = hf.get("tie_word_embeddings", False)
+    dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"{file}: dtype {dtype!r} is not supported; expected one of {', '.join(DTYPES)}")
+    fields["dtype"] = dtype
+    return fields | _rope(file, hf)
+
+
+def _refuse_unsupported(file, hf):
+    expected = {"model_type": ("llama",), "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,),
+                "pretraining_tp": (1,), "quantization_config": (None,)}
+    for name, values in expected.items():
+        if name in hf and hf[name] not in values:
+            raise ValueError(f"{file}: not supported: {name}={hf[name]!r} (supported: {', '.join(map(repr, values))})")
+
+
+def _rope(file, hf):
+    """RoPE fields from rope_parameters (newer files) or rope_theta and rope_scaling."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
+    if kind == "default":
+        return {"rope_type": kind, "rope_theta": float(theta)}
+    if kind != "llama3":
+        raise ValueError(f"{file}: not supported: RoPE scaling {kind!r} (supported: 'default', 'llama3')")
+    return {"rope_type": kind, "rope_theta": float(theta), "rope_factor": float(rope["factor"]),
+            "rope_low_freq_factor": float(rope["low_freq_factor"]), "rope_high_freq_factor": float(rope["high_freq_factor"]),
+            "rope_original_length": rope["original_max_position_embeddings"]}
+
+
+def merge(configured, folder):
+    """Keyword arguments of llama.Config: the configured fields, those that are None taken from folder/config.json.
+
+    configured: dict. dtype alone may differ from the checkpoint's: weights are converted. Raises ValueError naming the
+    field and both values where a configured one disagrees.
+    """
+    theirs = architecture(folder)
+    wrong = [f"{name}: config {value!r}, checkpoint {theirs[name]!r}" for name, value in configured.items()
+             if value is not None and name != "dtype" and name in theirs and value != theirs[name]]
+    if wrong:
+        raise ValueError(f"the config and {folder}/config.json disagree on " + "; ".join(f"model.{w}" for w in wrong))
+    return theirs | {name: value for name, value in configured.items() if value is not None}
