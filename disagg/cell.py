@@ -159,8 +159,6 @@ def _load(model, topology, limits, load):
 
 
 def _connect(model, topology, limits, config):
-    if topology.mode == "interleaved":
-        return None
     transfers = Transfers(model, topology)
     started = time.monotonic()
     for (p, d), rate in selftest.run(model, topology, transfers, limits.buckets, config.control.start_s / 2).items():

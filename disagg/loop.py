@@ -17,13 +17,15 @@ The reports:
   ["tokens", d, rows, bests]                                      from a decode engine's leader
   ["broken", role, index, why]                                    an engine's computation failed
   ["out_of_step", why]                                            a transfer brought what another one should have
-  ["chain", plan, hash]                                           debug: what this process has issued up to this plan
+  ["chain", plan, hash]                                           debug: what this process has executed and issued so far
 
 Three threads: this one reads the log and is the only one to dispatch programs and transfers, one polls for arrivals, one
 reads results from the devices. Nothing here depends on anything that is not in the log.
 """
 
 import collections
+import hashlib
+import json
 import queue
 import threading
 import time
@@ -55,6 +57,7 @@ class Loop:
         self._arriving = collections.OrderedDict()  # number -> (prefill engine, request, parts, issued)
         self._lock = threading.Condition()          # of the two above
         self._running = True
+        self._chain = hashlib.blake2b(digest_size=8)
         self._results = queue.SimpleQueue()         # (what to report, arrays to read for it)
 
     def run(self):
@@ -71,8 +74,10 @@ class Loop:
                             raise Stopped(args[0])
                         return
                     getattr(self, f"op_{name}")(*args)
-                if self._hash_chain and n % CHAIN_EVERY == 0:
-                    self._control.report("chain", n, self._transfers.chain.hexdigest())
+                if self._hash_chain:
+                    self._chain.update(json.dumps(ops).encode() + self._transfers.chain.digest())
+                    if n % CHAIN_EVERY == 0:
+                        self._control.report("chain", n, self._chain.hexdigest())
         finally:
             self._results.put(None)
             with self._lock:

@@ -45,9 +45,9 @@ class Topology:
 
     @property
     def pairs(self):
-        """(prefill index, decode index) pairs between which chunks go, in the order that all processes use."""
+        """(prefill index, decode index) pairs between which chunks are transferred, in the order that all processes use."""
         if self.mode == "interleaved":
-            return [(i, i) for i in range(len(self.decode))]
+            return []
         return [(p, d) for p in range(len(self.prefill)) for d in range(len(self.decode))]
 
     @property

@@ -6,4 +6,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 
 setup_venv test
 cd "$root"
+"$python" -c '
+import platform
+from importlib.metadata import version
+print("Python", platform.python_version(), "jax", version("jax"))' >&2
 exec "$python" -m pytest "$@"

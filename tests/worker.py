@@ -1,0 +1,68 @@
+"""One process of a test cluster: joins once, then runs several cells one after the other in the same job.
+
+  python -m tests.worker SPEC.json PROCESS_ID
+
+SPEC: {"coordinator", "num_processes", "cpu_devices", "start" (config overrides for joining), "cases": [{"name", "config"
+(overrides), "input", "output" (paths), "faults": [[name, ...]]}]}. A case's end is written by process 0 to output +
+".end". Runs the program's own code; only the reading of device memory is watched, and faults are put in where asked.
+"""
+
+import functools
+import json
+import os
+import pathlib
+import sys
+
+import jax
+from absl import logging
+
+from configs import tiny
+from disagg import compilation_cache, topology
+from launch import main
+from launch.batch import Batch
+from tests import faults, host_reads
+
+
+def run(spec, process):
+    config = configured(spec.get("start", {}))
+    topology.start(config, coordinator=spec["coordinator"], num_processes=spec["num_processes"], process=process,
+                   cpu_devices=spec["cpu_devices"])
+    compilation_cache.enable(config.compilation_cache, process, spec["num_processes"])
+    host_reads.forbid(64 * 1024)
+    failed = False
+    for case in spec["cases"]:
+        config = configured(spec.get("start", {}) | case["config"])
+        topo = topology.build(config, jax.devices(), process)
+        with faults.injected(case.get("faults", []), process):
+            error = main.serve(config, functools.partial(Batch, case["input"], case["output"]), topo,
+                               client=topology.coordination_client(), name=case["name"])
+        if process == 0:
+            pathlib.Path(case["output"] + ".end").write_text(json.dumps(error))
+        if error:
+            logging.error("process %d: %s", process, error)
+            failed = True
+            break  # a cell that ended early may have left the processes out of step
+    return failed
+
+
+def configured(overrides):
+    config = tiny.get_config()
+    for key, value in overrides.items():
+        node, *path = config, *key.split(".")
+        for part in path[:-1]:
+            node = node[part]
+        node[path[-1]] = tuple(value) if isinstance(value, list) else value
+    return config
+
+
+if __name__ == "__main__":
+    logging.set_verbosity(logging.INFO)
+    code = 1
+    try:
+        code = int(run(json.loads(pathlib.Path(sys.argv[1]).read_text()), int(sys.argv[2])))
+    except Exception:
+        logging.exception("worker failed")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
