@@ -174,7 +174,7 @@ def _warm_up(model, topology, limits, prefill, decode):
     greedy = sampling.pack(0, 0.0, 0, 1.0)
     for bucket in limits.buckets:
         if prefill:
-            jax.block_until_ready(prefill.run([0] * bucket, 0, greedy, 0, 0))
+            jax.block_until_ready(prefill.run([0] * bucket, 0, True, greedy, 0, 0))
         if decode:
             shapes = chunk_shape(model, bucket)
             chunk = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),

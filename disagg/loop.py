@@ -91,11 +91,11 @@ class Loop:
     def op_prefill(self, p, number, request, tokens, start, last, sampler):
         if p != self._p:
             return
-        chunk, best = self._prefill.run(tokens, start, sampling.pack(*sampler), number, request)
+        chunk, best = self._prefill.run(tokens, start, last, sampling.pack(*sampler), number, request)
         self._chunks[number] = chunk
         if self._leads_prefill:
             what = ("first", number, request) if last else ("computed", number)
-            self._results.put((what, _to_host(chunk["ticket"], *best)))
+            self._results.put((what, _to_host(chunk["ticket"], *(best or ()))))
 
     def op_transfer(self, number, p, d, bucket, request):
         parts = self._transfers.issue(number, p, d, bucket, self._chunks.pop(number, None))
@@ -184,15 +184,15 @@ class Loop:
         while (item := self._results.get()) is not None:
             what, arrays = item
             try:
-                first, ids, values = (np.asarray(a).tolist() for a in arrays)
+                first, *best = (np.asarray(a).tolist() for a in arrays)
             except jax.errors.JaxRuntimeError as e:
                 role = "decode" if what[0] == "tokens" else "prefill"
                 self._control.report("broken", role, self._d if role == "decode" else self._p, str(e).splitlines()[0])
                 continue
             if what[0] == "tokens":
-                self._control.report(*what, first, [[list(zip(i, v)) for i, v in zip(*step)] for step in zip(ids, values)])
+                self._control.report(*what, first, [[list(zip(i, v)) for i, v in zip(*step)] for step in zip(*best)])
             elif what[0] == "first":
-                self._control.report(*what, first[0], list(zip(ids, values)))
+                self._control.report(*what, first[0], list(zip(*best)))
             else:
                 self._control.report(*what)
 

@@ -28,21 +28,28 @@ def chunk_shardings(mesh):
     return {name: sharding.named(mesh, axes) for name, axes in CHUNK_AXES.items()} | {"ticket": sharding.replicated(mesh)}
 
 
-def prefill_chunk(model, top, params, cache, tokens, start, length, sampler, tag):
+def prefill_chunk(model, params, cache, tokens, start, length, tag):
     """One chunk of one prompt.
 
     tokens int32 [C], of which `length` are valid; the cache (KV with batch 1) holds the positions before `start`, a
     multiple of the chunk size, so that start + C never passes the cache's end (dynamic_update_slice would clamp and
     shift the KV in silence). tag int32 [2]: transfer and request number.
-    -> cache, chunk (see CHUNK_AXES), and the n = top best candidates: ids [n], scores [n].
+    -> cache, chunk (see CHUNK_AXES) without a token (-1), and the hidden state [1,E] of the last valid position.
     """
     x, new = model.forward(params, tokens[None], start[None], cache)
     cache = jax.tree.map(lambda c, n: jax.lax.dynamic_update_slice(c, n, (0, 0, 0, start, 0)), cache, new)
-    last = jax.lax.dynamic_slice_in_dim(x[0], length - 1, 1)
-    token, scores = sampling.sample(model.logits(params, last), sampler, (start + length)[None])
+    chunk = {"k": new.k[:, 0], "v": new.v[:, 0], "ticket": jnp.concatenate([jnp.array([-1]), tag])}
+    return cache, chunk, jax.lax.dynamic_slice_in_dim(x[0], length - 1, 1)
+
+
+def first_token(model, top, params, x, position, sampler, tag):
+    """The token after a prompt, from the hidden state x [1,E] of its last position; position int32 scalar: the token's.
+
+    -> ticket int32 [3], and the n = top best candidates: ids [n], scores [n].
+    """
+    token, scores = sampling.sample(model.logits(params, x), sampler, position[None])
     ids, values = sampling.best(scores, top)
-    chunk = {"k": new.k[:, 0], "v": new.v[:, 0], "ticket": jnp.concatenate([token, tag])}
-    return cache, chunk, (ids[0], values[0])
+    return jnp.concatenate([token, tag]), (ids[0], values[0])
 
 
 class PrefillEngine:
@@ -51,20 +58,25 @@ class PrefillEngine:
     def __init__(self, model, params, mesh, *, cache_length, buckets, top):
         self.buckets = buckets
         self._params = params
-        cache = model.cache_shape(1, cache_length)
-        caches = sharding.tree(mesh, cache, model.cache_axes())
+        whole = sharding.replicated(mesh)
+        caches = sharding.tree(mesh, model.cache_shape(1, cache_length), model.cache_axes())
         self._cache = jax.jit(lambda: model.init_cache(1, cache_length), out_shardings=caches)()
-        self._chunk = jax.jit(functools.partial(prefill_chunk, model, top), donate_argnums=1,
-                              out_shardings=(caches, chunk_shardings(mesh), sharding.replicated(mesh)))
+        self._chunk = jax.jit(functools.partial(prefill_chunk, model), donate_argnums=1,
+                              out_shardings=(caches, chunk_shardings(mesh), whole))
+        self._first = jax.jit(functools.partial(first_token, model, top), out_shardings=whole)
 
-    def run(self, tokens, start, sampler, transfer, request):
+    def run(self, tokens, start, last, sampler, transfer, request):
         """Dispatch one chunk: tokens, a list of at most the largest bucket's length, from position `start`.
 
-        -> chunk and its best candidates, on the devices.
+        sampler: of the first token, which is chosen where `last`, else ignored. -> chunk, and the first token's best
+        candidates (ids, scores; None unless last), on the devices.
         """
         bucket = next(b for b in self.buckets if b >= len(tokens))
         padded = np.zeros(bucket, np.int32)
         padded[:len(tokens)] = tokens
-        self._cache, chunk, best = self._chunk(self._params, self._cache, padded, np.int32(start), np.int32(len(tokens)),
-                                               sampler, np.array([transfer, request], np.int32))
-        return chunk, best
+        tag = np.array([transfer, request], np.int32)
+        self._cache, chunk, x = self._chunk(self._params, self._cache, padded, np.int32(start), np.int32(len(tokens)), tag)
+        if not last:
+            return chunk, None
+        ticket, best = self._first(self._params, x, np.int32(start + len(tokens)), sampler, tag)
+        return chunk | {"ticket": ticket}, best

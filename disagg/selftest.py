@@ -41,19 +41,17 @@ def run(model, topology, transfers, buckets, deadline_s):
 
     Raises RuntimeError naming the pair if a value is wrong, TimeoutError if one does not arrive.
     """
-    rates = {}
-    number = 0
+    shapes = {b: prefill.chunk_shape(model, b) for b in buckets}
+    fill, check = _programs(topology, shapes)
+    rates, number = {}, 0
     for (p, d), route in transfers.routes.items():
         source, destination = topology.prefill[p], topology.decode[d]
-        sends = topology.process in source.processes
         for bucket in (*buckets, buckets[-1]):  # the largest again, connected and compiled, for the rate
             number += 1
-            shapes = prefill.chunk_shape(model, bucket)
-            fill = lambda n: {name: pattern(s, n) for name, s in shapes.items()}
             what = f"self-test: transfer of {bucket} positions from {source.name} to {destination.name}"
             chunk = None
-            if sends:
-                chunk = jax.jit(fill, out_shardings=prefill.chunk_shardings(source.mesh))(np.uint32(number))
+            if topology.process in source.processes:
+                chunk = fill(np.uint32(number), bucket)
                 wait(chunk, deadline_s, what)
             started = time.monotonic()
             received = transfers.issue(-number, p, d, bucket, chunk)
@@ -61,9 +59,17 @@ def run(model, topology, transfers, buckets, deadline_s):
                 continue
             wait(received, deadline_s, what)
             seconds = time.monotonic() - started
-            check = jax.jit(lambda got, n: jax.tree.map(lambda g, w: jnp.all(g == w), got, fill(n)))
-            right = check(route.join(received), np.uint32(number))
+            right = check(route.join(received), np.uint32(number), bucket)
             if wrong := [name for name, ok in right.items() if not ok.addressable_data(0)]:
                 raise RuntimeError(f"{what} delivered wrong values in {', '.join(wrong)}")
-            rates[p, d] = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes)) / seconds / 1e9
+            rates[p, d] = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes[bucket])) / seconds / 1e9
     return rates
+
+
+def _programs(topology, shapes):
+    """This process's programs: fill(number, bucket) -> chunk on its prefill mesh; check(chunk, number, bucket) -> bools."""
+    pattern_of = lambda n, bucket: {name: pattern(s, n) for name, s in shapes[bucket].items()}
+    same = lambda got, n, bucket: jax.tree.map(lambda g, w: jnp.all(g == w), got, pattern_of(n, bucket))
+    source = topology.my_prefill
+    layout = prefill.chunk_shardings(source.mesh) if source else None
+    return (jax.jit(pattern_of, static_argnums=1, out_shardings=layout), jax.jit(same, static_argnums=2))
