@@ -68,7 +68,7 @@ def run(config, prepare, topology, *, client=None, name="cell"):
     try:
         model, load, front = _agreed(control, config, prepare)
         limits = _agreed(control, config, lambda: Limits.of(config, model.config.max_length))
-        prefill, decode = _agreed(control, config, lambda: _load(model, topology, limits, load))
+        prefill, decode = _agreed(control, config, lambda: load_engines(model, topology, limits, load))
         transfers = _agreed(control, config, lambda: _connect(model, topology, limits, config))
         _agreed(control, config, lambda: _warm_up(model, topology, limits, prefill, decode))
         loop = Loop(topology, control, transfers, prefill, decode, deadline_s=config.control.deadline_s,
@@ -142,7 +142,7 @@ def _first_error(control, start_s):
     return None
 
 
-def _load(model, topology, limits, load):
+def load_engines(model, topology, limits, load):
     """The engines of this process: (PrefillEngine or None, DecodeEngine or None)."""
     engines, params = [], {}
     for engine in (topology.my_prefill, topology.my_decode):

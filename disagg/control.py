@@ -27,7 +27,7 @@ class Control:
         self._client, self.process, self.num_processes, self._name = client, process, num_processes, name
         self._heartbeat_s, self._deadline_s = heartbeat_s, deadline_s
         self.position = 0                      # plans taken by this process
-        self._published = 0
+        self.published = 0                     # process 0: plans in the log
         self._own_plans = queue.SimpleQueue()  # process 0 reads its own plans without the store
         self._inbox = queue.SimpleQueue()      # process 0: (process, message)
         self._outbox = queue.SimpleQueue()
@@ -49,7 +49,7 @@ class Control:
 
     def publish(self, ops):
         """Process 0: append a plan (a JSON list of operations)."""
-        n, self._published = self._published, self._published + 1
+        n, self.published = self.published, self.published + 1
         if self.num_processes > 1:
             self._client.key_value_set_bytes(f"{self._name}/plan/{n // DIRECTORY}/{n}", json.dumps(ops).encode())
         self._own_plans.put(ops)
@@ -101,7 +101,7 @@ class Control:
         """Process 0: [(process, why)] of those newly silent, or stuck at one plan while newer ones wait, past the deadline."""
         now, lost = time.monotonic(), []
         for q, m in self._members.items():
-            if m.position >= self._published or m.position != m.position_before:
+            if m.position >= self.published or m.position != m.position_before:
                 m.position_before, m.moved = m.position, now
             if m.ended:
                 continue

@@ -31,6 +31,11 @@ class Leader:
 
     # Called by front ends.
 
+    @property
+    def plans(self):
+        """Plans published so far."""
+        return self._control.published
+
     def new_id(self):
         return next(self._numbers)
 

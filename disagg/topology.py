@@ -13,8 +13,7 @@ import numpy as np
 from jax._src import distributed
 from jax.sharding import Mesh
 
-MODES = ("disaggregated", "interleaved")
-
+from disagg import roles
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
@@ -57,29 +56,6 @@ class Topology:
     @property
     def my_decode(self):
         return next((e for e in self.decode if self.process in e.processes), None)
-
-
-def _roles(config):
-    """The roles that have engines of their own in this mode. Raises ValueError for an unknown mode or a bad count."""
-    if config.mode not in MODES:
-        raise ValueError(f"config.mode must be one of {', '.join(MODES)}, got {config.mode!r}")
-    names = ("decode",) if config.mode == "interleaved" else ("prefill", "decode")
-    for name in names:
-        role = config[name]
-        for field in ("engines", "processes"):
-            if role[field] < 1:
-                raise ValueError(f"config.{name}.{field} must be at least 1, got {role[field]}")
-        if role.tp is not None and (role.tp < 1 or role.tp % role.processes):
-            raise ValueError(f"config.{name}.tp ({role.tp}) must be a multiple of config.{name}.processes "
-                             f"({role.processes})")
-    return names
-
-
-def local_processes(config):
-    """(processes, CPU devices a process) that a run of this config on one machine needs."""
-    roles = [config[name] for name in _roles(config)]
-    return (sum(r.engines * r.processes for r in roles),
-            max((r.tp or r.processes) // r.processes for r in roles))
 
 
 def start(config, *, coordinator, num_processes, process, cpu_devices):
@@ -157,16 +133,16 @@ def slices_of(devices, names=None):
 
 def build(config, devices, process, names=None):
     """Split `devices` (of all processes) into engines. Raises ValueError, with the numbers, where they do not fit."""
-    roles = _roles(config)
+    names_of_roles = roles.of(config)
     slices = slices_of(devices, names)
     slice_of = {p: name for name, members in slices.items() for p in members}
     order = [p for members in slices.values() for p in members]
     by_process = {p: sorted((d for d in devices if d.process_index == p), key=lambda d: d.id) for p in order}
-    chosen = {name: _slice_names(config[name].slices, slices, name) for name in roles}
+    chosen = {name: _slice_names(config[name].slices, slices, name) for name in names_of_roles}
     named = {s for picked in chosen.values() for s in picked}
     free = [p for p in order if slice_of[p] not in named]
     engines, used = {}, {}
-    for name in roles:
+    for name in names_of_roles:
         role = config[name]
         need = role.engines * role.processes
         have = [p for s in chosen[name] for p in slices[s]] if chosen[name] else free[:need]

@@ -12,9 +12,9 @@ import re
 import socket
 import sys
 
-from absl import app
-from absl import flags
+from absl import app, flags
 
+from disagg import roles
 from launch import flags as launch_flags
 from launch import supervise
 
@@ -33,10 +33,8 @@ def main(argv):
     for flag in _OWN:
         if flag.present:
             return _refuse(f"--{flag.name} is set by launch.local itself")
-    from disagg import topology  # only now: it loads jax, which takes a while
-
     try:
-        num_processes, cpu_devices = topology.local_processes(launch_flags.CONFIG.value)
+        num_processes, cpu_devices = roles.local_processes(launch_flags.CONFIG.value)
     except ValueError as e:
         return _refuse(e)
     arguments = [a for a in sys.argv[1:] if not re.fullmatch("--?(no)?keep_going(=.*)?", a)]

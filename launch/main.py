@@ -12,42 +12,10 @@ import time
 import jax
 from absl import app, logging
 
-from disagg import cell, compilation_cache, topology
-from disagg.tokenizer import SentencePieceTokenizer
-from disagg.weights import Checkpoint
+from disagg import compilation_cache, topology
 from launch import flags
 from launch.batch import Batch
-from models import llama, llama_weights
-
-
-def make_model(config):
-    """The model of the config, its unset fields from the checkpoint. Raises ValueError."""
-    fields = llama_weights.merge(config.model.to_dict(), config.checkpoint)
-    rows = 8 if jax.default_backend() == "tpu" else 1
-    return llama.Llama(llama.Config(**fields, query_rows=rows))
-
-
-def serve(config, open_front, topo, *, client, name="cell"):
-    """Model, weights and cell of this process; -> None, or why it ended early.
-
-    open_front(tokenizer, cache_length, vocab_size): on process 0, the front end; see cell.run.
-    """
-    def prepare():
-        model = make_model(config)
-        tied = model.config.tie_embeddings
-
-        def load(shardings):
-            checkpoint = Checkpoint(config.checkpoint, llama_weights.tensors(tied), model.params_shape(),
-                                    model.config.num_layers, llama_weights.ignored(tied))
-            return checkpoint.load(shardings)
-
-        front = None
-        if topo.process == 0:
-            tokenizer = SentencePieceTokenizer(config.tokenizer or config.checkpoint, model.config.vocab_size)
-            front = open_front(tokenizer, config.cache_length, model.config.vocab_size)
-        return model, load, front
-
-    return cell.run(config, prepare, topo, client=client, name=name)
+from launch.program import serve
 
 
 def main(argv):

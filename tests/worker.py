@@ -18,7 +18,7 @@ from absl import logging
 
 from configs import tiny
 from disagg import compilation_cache, topology
-from launch import main
+from launch import program
 from launch.batch import Batch
 from tests import faults, host_reads
 
@@ -34,7 +34,7 @@ def run(spec, process):
         config = configured(spec.get("start", {}) | case["config"])
         topo = topology.build(config, jax.devices(), process)
         with faults.injected(case.get("faults", []), process):
-            error = main.serve(config, functools.partial(Batch, case["input"], case["output"]), topo,
+            error = program.serve(config, functools.partial(Batch, case["input"], case["output"]), topo,
                                client=topology.coordination_client(), name=case["name"])
         if process == 0:
             pathlib.Path(case["output"] + ".end").write_text(json.dumps(error))
