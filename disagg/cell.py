@@ -66,21 +66,30 @@ def run(config, prepare, topology, *, client=None, name="cell"):
     control = Control(client, topology.process, topology.num_processes, heartbeat_s=config.control.heartbeat_s,
                       deadline_s=config.control.deadline_s, name=name)
     try:
-        model, load, front = _agreed(control, config, prepare)
-        limits = _agreed(control, config, lambda: Limits.of(config, model.config.max_length))
-        prefill, decode = _agreed(control, config, lambda: load_engines(model, topology, limits, load))
-        transfers = _agreed(control, config, lambda: _connect(model, topology, limits, config))
-        _agreed(control, config, lambda: _warm_up(model, topology, limits, prefill, decode))
-        loop = Loop(topology, control, transfers, prefill, decode, deadline_s=config.control.deadline_s,
-                    hash_chain=config.debug.hash_chain)
-        if topology.process:
-            loop.run()
-            return None
-        return _lead(config, model, topology, limits, control, loop, front)
+        error = _serve(config, prepare, topology, control)
     except (Stopped, ControlError) as e:
-        return str(e)
+        error = str(e)
+    except BaseException as e:
+        control.report("failed", f"{type(e).__name__}: {e}")
+        raise
     finally:
-        control.close()
+        missing = control.close()
+    if missing and not error:
+        error = f"processes {missing} did not end in order"
+    return error
+
+
+def _serve(config, prepare, topology, control):
+    model, load, front = _agreed(control, config, prepare)
+    limits = _agreed(control, config, lambda: Limits.of(config, model.config.max_length))
+    prefill, decode = _agreed(control, config, lambda: load_engines(model, topology, limits, load))
+    transfers = _agreed(control, config, lambda: _connect(model, topology, limits, config))
+    _agreed(control, config, lambda: _warm_up(model, topology, limits, prefill, decode))
+    loop = Loop(topology, control, transfers, prefill, decode, deadline_s=config.control.deadline_s,
+                hash_chain=config.debug.hash_chain)
+    if topology.process:
+        return loop.run()
+    return _lead(config, model, topology, limits, control, loop, front)
 
 
 def _lead(config, model, topology, limits, control, loop, front):
@@ -130,8 +139,8 @@ def _first_error(control, start_s):
     waiting, end = set(range(control.num_processes)), time.monotonic() + start_s
     while waiting:
         for process, (kind, *details) in control.receive(0.2):
-            if kind in ("gone", "goodbye"):
-                return f"process {process} left during the start"
+            if kind in ("gone", "goodbye", "failed"):
+                return f"process {process} left during the start" + (f": {details[0]}" if details else "")
             if details[0]:
                 return details[0]
             waiting.discard(process)

@@ -125,16 +125,20 @@ class Control:
     # The end.
 
     def close(self):
-        """Leave in order: the others say goodbye and go, process 0 waits for them up to the deadline and goes last."""
+        """Leave in order: the others say goodbye and go, process 0 waits for them up to the deadline and goes last.
+
+        -> on process 0 the processes that have not said goodbye.
+        """
         if self.process:
             self._outbox.put(("goodbye",))
             self._closed.set()
             self._sender.join(self._deadline_s)
-            return
+            return []
         end = time.monotonic() + self._deadline_s
         while any(not m.ended for m in self._members.values()) and time.monotonic() < end:
             time.sleep(0.005)
         self._closed.set()
+        return [q for q, m in self._members.items() if not m.ended]
 
     # Threads and the store.
 

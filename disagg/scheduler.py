@@ -51,6 +51,7 @@ class _Sequence:
 class _Prefill:
     def __init__(self, processes):
         self.processes, self.alive, self.current, self.in_flight = processes, True, None, 0
+        self.planned = 0                        # prompt tokens in total: evens out equally loaded engines
 
 
 class _Decode:
@@ -197,7 +198,7 @@ class Scheduler:
 
     def _admit(self):
         while self._queue:
-            ways = [(-len(decode.free), prefill.in_flight, p, d)
+            ways = [(-len(decode.free), prefill.in_flight, prefill.planned, p, d)
                     for p, prefill in enumerate(self._prefill) if prefill.alive and prefill.current is None
                     for d, decode in enumerate(self._decode) if decode.alive and decode.free
                     if not self._interleaved or p == d]
@@ -218,6 +219,7 @@ class Scheduler:
         s.chunks.append(chunk)
         self._chunks[number] = s, chunk
         s.next += len(part)
+        engine.planned += len(part)
         if last:
             engine.current = None
         engine.in_flight += 1

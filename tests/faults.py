@@ -19,23 +19,39 @@ def injected(faults, process):
         yield
 
 
-def _on_transfer(number, action):
-    """Replace Transfers.issue: `action(issue, args)` is called for this transfer instead."""
-    issue = transfer.Transfers.issue
+def _on_call(kind, count, action):
+    """Replace the process's count-th Transfers.issue of a kind ("send", "receive" or "pass", a bystander's) after the
+    self-test by `action(issue)`."""
+    issue, seen = transfer.Transfers.issue, []
 
-    def patched(self, n, *args):
-        return action(self, issue, n, *args) if n == number else issue(self, n, *args)
+    def patched(self, number, p, d, bucket, chunk):
+        route = self.routes[p, d]
+        mine = "send" if chunk is not None else "receive" if any(map(route._receives, route.calls)) else "pass"
+        if number >= 0 and mine == kind:
+            seen.append(number)
+            if len(seen) == count:
+                return action(lambda: issue(self, number, p, d, bucket, chunk))
+        return issue(self, number, p, d, bucket, chunk)
     return mock.patch.object(transfer.Transfers, "issue", patched)
 
 
-def skip(number):
-    """The process does not issue this transfer."""
-    return _on_transfer(number, lambda self, issue, n, p, d, bucket, chunk: None)
+def skip(kind, count):
+    """The process does not issue this call."""
+    return _on_call(kind, count, lambda issue: None)
 
 
-def kill(number):
-    """The process dies by SIGKILL when it should issue this transfer."""
-    return _on_transfer(number, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+def kill(kind, count):
+    """The process dies by SIGKILL when it should issue this call."""
+    return _on_call(kind, count, lambda issue: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def stop(kind, count, seconds):
+    """The process is stopped (SIGSTOP) before it issues this call, and continued after some seconds."""
+    def action(issue):
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return issue()
+    return _on_call(kind, count, action)
 
 
 def kill_at_write(count):
@@ -50,24 +66,16 @@ def kill_at_write(count):
     return mock.patch.object(decode.DecodeEngine, "write", patched)
 
 
-def stop(number, seconds):
-    """The process is stopped (SIGSTOP) before it issues this transfer, and continued after some seconds."""
-    def action(self, issue, n, *args):
-        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return issue(self, n, *args)
-    return _on_transfer(number, action)
+def swap(count):
+    """At its count-th send the process sends the chunk before it, another request's."""
+    issue, sent = transfer.Transfers.issue, []
 
-
-def swap(number):
-    """The process sends the chunk of an earlier transfer, another request's, in place of this one's."""
-    issue, sent = transfer.Transfers.issue, {}
-
-    def patched(self, n, p, d, bucket, chunk):
-        if n == number:
-            chunk = sent[bucket]
-        sent[bucket] = chunk
-        return issue(self, n, p, d, bucket, chunk)
+    def patched(self, number, p, d, bucket, chunk):
+        if number >= 0 and chunk is not None:
+            sent.append(chunk)
+            if len(sent) == count:
+                chunk = sent[-2]
+        return issue(self, number, p, d, bucket, chunk)
     return mock.patch.object(transfer.Transfers, "issue", patched)
 
 

@@ -1,0 +1,108 @@
+"""Whole cells against the goldens of transformers: interleaved, and disaggregated over meshes of every size.
+
+One group of processes runs many cells, each with engines of its own on submeshes of its devices. In every process host
+reads above 64 KiB raise (tests/worker.py), so the KV cannot go through host memory, and the debug comparison of what the
+processes executed is on.
+"""
+
+import random
+
+import pytest
+
+from tests import cluster, golden
+from tests.equality import assert_close_logits, assert_same_tokens
+
+pytestmark = pytest.mark.e2e
+
+BASE = {"top_logits": 5, "debug.hash_chain": True}
+
+
+def role(name, engines, processes, tp):
+    return {f"{name}.engines": engines, f"{name}.processes": processes, f"{name}.tp": tp}
+
+
+def disaggregated(prefill, decode):
+    """Config of prefill and decode, each (engines, processes an engine, tp)."""
+    return BASE | role("prefill", *prefill) | role("decode", *decode)
+
+
+def interleaved(engines, processes, tp):
+    return BASE | {"mode": "interleaved"} | role("decode", engines, processes, tp)
+
+
+def run_group(folder, cells, *, processes, devices, seconds):
+    """Run cells, {name: (config, requests)}; -> {name: answers}."""
+    cases = [{"name": name, "config": config, "requests": requests} for name, (config, requests) in cells.items()]
+    with cluster.job(folder, cases, processes=processes, devices=devices) as job:
+        codes = job.wait(seconds)
+        assert not any(codes), f"exit codes {codes}\n{job.text()}"
+    return {name: cluster.answers(folder, name) for name in cells}
+
+
+def mixed_requests():
+    """40 requests of mixed lengths, half of them sampling with parameters and seeds of their own, some with stop ids."""
+    rng = random.Random(7)
+    goldens = golden.load()
+    requests = []
+    for i in range(40):
+        ids = rng.choice(goldens)["prompt_ids"]
+        sampling = [{"temperature": 0}, {"temperature": 1.0, "seed": i}, {"temperature": 0.7, "top_p": 0.9, "seed": 2**40 + i},
+                    {"temperature": 1.3, "top_k": 12, "top_p": 0.95, "seed": i}][i % 4]
+        requests.append({"prompt": ids[:rng.randint(1, len(ids))], "max_tokens": rng.randint(1, 60), "ignore_eos": i % 3 > 0, **sampling})
+    return requests
+
+
+GOLDENS = [golden.request(g) for g in golden.load()]
+TPS = (1, 2, 4)
+TWO = {f"interleaved tp {tp}": (interleaved(2, 1, tp), GOLDENS) for tp in TPS}
+TWO |= {f"prefill tp {a} decode tp {b}": (disaggregated((1, 1, a), (1, 1, b)), GOLDENS) for a in TPS for b in TPS}
+SOLO = interleaved(4, 1, 1) | {"decode.slots": 1}  # a slot an engine: every request is decoded alone
+FOUR = {
+    "two processes a side, tp 2 to 2": (disaggregated((1, 2, 2), (1, 2, 2)), GOLDENS),
+    "two processes a side, tp 2 to 4": (disaggregated((1, 2, 2), (1, 2, 4)), GOLDENS),
+    "one process to two, tp 4 to 4": (disaggregated((2, 1, 4), (1, 2, 4)), GOLDENS),
+    "two processes to one, tp 4 to 2": (disaggregated((1, 2, 4), (2, 1, 2)), GOLDENS),
+    "solo": (SOLO, mixed_requests()),
+    "2 prefill 2 decode": (disaggregated((2, 1, 1), (2, 1, 1)), mixed_requests()),
+    "4 interleaved": (interleaved(4, 1, 1), mixed_requests()),
+}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_group(tmp_path_factory.mktemp("two"), TWO, processes=2, devices=4, seconds=300)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return run_group(tmp_path_factory.mktemp("four"), FOUR, processes=4, devices=4, seconds=300)
+
+
+def check_goldens(answers):
+    for g, got in zip(golden.load(), answers, strict=True):
+        want = golden.answer(g)
+        assert_same_tokens(want, got, g["name"])
+        assert_close_logits(want, got, 1e-4, g["name"])
+        assert got["finish_reason"] == g["finish_reason"], g["name"]
+        assert got["usage"] == {"prompt_tokens": len(g["prompt_ids"]), "completion_tokens": len(got["token_ids"]),
+                                "total_tokens": len(g["prompt_ids"]) + len(got["token_ids"])}
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_goldens(two, name):
+    """Tokens and logits are transformers', at every tensor-parallel size of either side."""
+    check_goldens(two[name])
+
+
+@pytest.mark.parametrize("name", [name for name, (_, requests) in FOUR.items() if requests is GOLDENS])
+def test_goldens_over_processes(four, name):
+    """... and with engines of several processes, also unequal numbers of them."""
+    check_goldens(four[name])
+
+
+@pytest.mark.parametrize("name", ["2 prefill 2 decode", "4 interleaved"])
+def test_each_equals_its_solo_run(four, name):
+    """40 mixed requests over 4 slots an engine: each has the tokens of its run alone, sampling included."""
+    for i, (alone, got) in enumerate(zip(four["solo"], four[name], strict=True)):
+        assert_same_tokens(alone, got, f"request {i}")
+        assert got["finish_reason"] == alone["finish_reason"] or got["token_ids"] != alone["token_ids"]

@@ -1,0 +1,112 @@
+"""What goes wrong on purpose is caught by the program: in time, on every process, with a message that names it."""
+
+import pytest
+
+from tests import cluster
+from tests.equality import assert_same_tokens
+
+pytestmark = pytest.mark.e2e
+
+DEADLINE_S = 4
+START = {"control.deadline_s": float(DEADLINE_S), "control.heartbeat_s": 0.5, "debug.hash_chain": True, "top_logits": 2,
+         "decode.steps": 1, "decode.slots": 2}
+TWO_PREFILL = START | {"prefill.engines": 2, "decode.engines": 1}
+TWO_DECODE = START | {"prefill.engines": 1, "decode.engines": 2}
+
+
+def requests(count, tokens=40):
+    """Prompts of one chunk and tokens enough that decoding goes on while others are prefilled."""
+    return [{"prompt": [1, *range(10 + i, 40 + i)], "max_tokens": tokens, "temperature": 0, "ignore_eos": True} for i in range(count)]
+
+
+def run(folder, config, *, processes, faults, count=12, tokens=40, seconds=90):
+    case = {"name": "case", "config": config, "requests": requests(count, tokens), "faults": faults}
+    with cluster.job(folder, [case], processes=processes, devices=1) as job:
+        codes = job.wait(seconds)
+        return codes, job.text(lines=60)
+
+
+@pytest.fixture(scope="module")
+def solo(tmp_path_factory):
+    """The right answers, of interleaved engines without faults."""
+    folder = tmp_path_factory.mktemp("solo")
+    codes, text = run(folder, START | {"mode": "interleaved"}, processes=1, faults=[])
+    assert codes == [0], text
+    return cluster.answers(folder, "case")
+
+
+def check(folder, solo, *, at_least, error):
+    """At least so many answers are right, none is wrong, and the others are errors that contain `error`."""
+    answers = cluster.answers(folder, "case")
+    assert len(answers) == len(solo)
+    good = [a for a in answers if "error" not in a]
+    for answer in good:
+        assert_same_tokens(solo[answer["index"]], answer, f"request {answer['index']}")
+    for answer in answers:
+        assert "error" not in answer or error in answer["error"]["message"], answer
+    assert at_least <= len(good) < len(solo), [a.get("error") for a in answers]
+    assert error in cluster.end(folder, "case")
+
+
+def test_killed_sender(tmp_path, solo):
+    """A killed prefill process fails the requests that needed it; the others' tokens stay right, on both decode slots."""
+    codes, text = run(tmp_path, TWO_PREFILL, processes=3, faults=[["kill", 1, "send", 3]])
+    assert codes[1] == -9 and codes[0] == codes[2] == 1, (codes, text)
+    check(tmp_path, solo, at_least=8, error="transfer")
+
+
+def test_killed_receiver(tmp_path, solo):
+    """A killed decode process is noticed by its silence; its requests end with an error that says so, the others go on."""
+    codes, text = run(tmp_path, TWO_DECODE, processes=3, faults=[["kill_at_write", 2, 6]])
+    assert codes[2] == -9 and codes[0] == codes[1] == 1, (codes, text)
+    check(tmp_path, solo, at_least=6, error="process 2 was silent")
+
+
+def test_stopped_sender(tmp_path, solo):
+    """A process stopped past the deadline and continued later is out: late data reaches no slot, it leaves by itself."""
+    codes, text = run(tmp_path, TWO_PREFILL, processes=3, faults=[["stop", 1, "send", 3, 3 * DEADLINE_S]])
+    assert codes[0] == codes[2] == 1 and codes[1] != 0, (codes, text)
+    check(tmp_path, solo, at_least=8, error="transfer")
+
+
+def test_skipped_send(tmp_path, solo):
+    """A process that does not issue a transfer is named before any token is made from wrong data."""
+    codes, text = run(tmp_path, START, processes=2, faults=[["skip", 0, "send", 5]])
+    assert all(codes), text
+    check(tmp_path, solo, at_least=0, error="")
+    assert "out of step" in text or "diverged" in text, text
+
+
+def test_skipped_receive(tmp_path, solo):
+    codes, text = run(tmp_path, START, processes=2, faults=[["skip", 1, "receive", 5]])
+    assert all(codes), text
+    check(tmp_path, solo, at_least=0, error="")
+    assert "out of step" in text or "diverged" in text, text
+
+
+def test_skipping_bystander(tmp_path, solo):
+    """A process outside a transfer that does not issue it is named as well: its count is off from then on."""
+    codes, text = run(tmp_path, TWO_PREFILL, processes=3, faults=[["skip", 1, "pass", 3]])
+    assert all(codes), text
+    check(tmp_path, solo, at_least=0, error="")
+    assert "process 1 diverged" in text or "out of step" in text, text
+
+
+def test_swapped_request(tmp_path, solo):
+    """A chunk of another request in a transfer's place is refused by its ticket."""
+    codes, text = run(tmp_path, START, processes=2, faults=[["swap", 0, 5]])
+    assert all(codes), text
+    check(tmp_path, solo, at_least=0, error="out of step")
+
+
+def test_shifted_kv_is_not_equal(tmp_path, solo):
+    """An off-by-one in the KV's position turns the comparison red."""
+    codes, text = run(tmp_path, START, processes=2, faults=[["shift_kv", None, 1]])
+    assert codes == [0, 0], text
+    wrong = 0
+    for reference, answer in zip(solo, cluster.answers(tmp_path, "case"), strict=True):
+        try:
+            assert_same_tokens(reference, answer)
+        except AssertionError:
+            wrong += 1
+    assert wrong > len(solo) / 2
