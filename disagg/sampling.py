@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 FILTERED = -1e30
+COLDEST = 1e-6  # lower temperatures count as 0: the quotients would pass FILTERED, then float32's range
 
 
 class Sampling(NamedTuple):
     """Parameters of B requests, every field with leading axis [B].
 
-    seed uint32 [B,2] (the 64-bit seed's words); temperature float32 (0: greedy); top_k int32 (0: off);
+    seed uint32 [B,2] (the 64-bit seed's words); temperature float32 (below COLDEST: greedy); top_k int32 (0: off);
     top_p float32 (1: off).
     """
 
@@ -38,13 +39,17 @@ def empty(slots):
 
 
 def _filter(scaled, top_k, top_p):
-    """Mask all but the top_k most likely, and of those all but the smallest set with probability top_p. scaled [B,V]."""
+    """Mask all but the top_k most likely, and of those all but the smallest set with probability top_p. scaled [B,V].
+
+    Candidates as likely as the last one of the set stay too.
+    """
     V = scaled.shape[-1]
     ordered = -jnp.sort(-scaled, axis=-1)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)[:, None]
     ordered = jnp.where(jnp.arange(V) < k, ordered, FILTERED)
     p = jax.nn.softmax(ordered, -1)
-    kept = jnp.cumsum(p, -1) - p < top_p[:, None]  # the most likely one is always kept
+    # The most likely one is kept whatever top_p; with top_p off, rounding of the sum must not cut the tail.
+    kept = (jnp.cumsum(p, -1) - p < top_p[:, None]) | (jnp.arange(V) == 0) | (top_p[:, None] >= 1)
     least = jnp.min(jnp.where(kept & (ordered > FILTERED), ordered, jnp.inf), -1, keepdims=True)
     return jnp.where(scaled >= least, scaled, FILTERED)
 
@@ -57,7 +62,7 @@ def sample(logits, sampling, position):
     Gumbel-max identity: Gumbel 1954; Maddison et al. 2014).
     """
     def noisy(_):
-        greedy = sampling.temperature == 0
+        greedy = sampling.temperature < COLDEST
         scaled = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
         filters = (sampling.top_k > 0) | (sampling.top_p < 1)
         scaled = jax.lax.cond(jnp.any(filters), lambda s: _filter(s, sampling.top_k, sampling.top_p), lambda s: s, scaled)

@@ -25,10 +25,13 @@ class SentencePieceTokenizer:
         if self._model.vocab_size() > vocab_size:
             raise ValueError(f"wrong tokenizer: {file} has {self._model.vocab_size()} tokens, the model's vocabulary {vocab_size}")
         settings = _read_json(file.parent / "tokenizer_config.json")
-        generation = _read_json(file.parent / "generation_config.json") or _read_json(file.parent / "config.json")
+        generation = _read_json(file.parent / "config.json") | _read_json(file.parent / "generation_config.json")
         self._bos = [self._model.bos_id()] if settings.get("add_bos_token", True) and self._model.bos_id() >= 0 else []
         eos = generation.get("eos_token_id", self._model.eos_id())
-        self.stop_ids = tuple(t for t in (eos if isinstance(eos, list) else [eos]) if t is not None and t >= 0)
+        eos = [t for t in (eos if isinstance(eos, list) else [eos]) if t is not None]
+        if not all(isinstance(t, int) for t in eos):
+            raise ValueError(f"{file.parent}: eos_token_id must be token ids, got {eos}")
+        self.stop_ids = tuple(t for t in eos if t >= 0)
 
     def encode(self, text):
         """Token ids of a prompt, the beginning-of-sequence token first where the model has one."""
@@ -40,7 +43,16 @@ class SentencePieceTokenizer:
 
 
 def _read_json(file):
-    return json.loads(file.read_text()) if file.is_file() else {}
+    """The object in a JSON file, {} without one."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{file} is not JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} must hold a JSON object, got {type(value).__name__}")
+    return value
 
 
 class TextStream:
@@ -68,7 +80,8 @@ class TextStream:
             after = self._tokenizer.decode(self.ids[self._start:])
             if not after.endswith(REPLACEMENT):
                 self._add(after[len(before):])
-                self._start, self._end = self._end, len(self.ids)
+                if len(after) > len(before):  # a token without text gives the next one no context for its leading space
+                    self._start, self._end = self._end, len(self.ids)
         return self._give(self._held())
 
     def finish(self):

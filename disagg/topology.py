@@ -4,12 +4,15 @@ An engine is one copy of the model on one mesh over whole processes. `prefill` a
 in interleaved mode every engine is both, so prefill engine i and decode engine i share one mesh.
 """
 
+import contextlib
 import dataclasses
 import os
 import socket
+import threading
 
 import jax
 import numpy as np
+from absl import logging
 from jax._src import distributed
 from jax.sharding import Mesh
 
@@ -61,8 +64,8 @@ class Topology:
 def start(config, *, coordinator, num_processes, process, cpu_devices):
     """Join the job. Everything is set before a backend exists.
 
-    One process has nothing to join. With coordinator, num_processes and process all None, jax finds them. Raises RuntimeError if a process never joins within
-    config.control.start_s, or process 0 cannot listen on its port.
+    One process has nothing to join. With coordinator, num_processes and process all None, jax finds them. Raises OSError if process 0
+    cannot listen on its port. If a process does not join within config.control.start_s, the others end with an error.
     """
     control = config.control
     jax.config.update("jax_default_matmul_precision", config.matmul_precision)
@@ -76,18 +79,39 @@ def start(config, *, coordinator, num_processes, process, cpu_devices):
         return
     if coordinator is not None and process == 0:
         _check_free(coordinator)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # An explicit port: with port 0 the sender publishes 0 and the receiver waits for ever.
-    transfer = config.transfer
-    port = transfer.port + (process or 0) if transfer.port else free_port(transfer.address)
-    jax.config.update("jax_cross_host_transfer_socket_address", f"{transfer.address}:{port}")
-    jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{transfer.address}:0"] * transfer.streams))
+    with _exit_after(control.start_s, f"process {'?' if process is None else process}: not all of the job's "
+                     f"{num_processes or ''} processes joined at {coordinator or 'the coordinator'} within "
+                     f"config.control.start_s={control.start_s:.0f} s"):
+        try:
+            jax.distributed.initialize(coordinator, num_processes, process, heartbeat_timeout_seconds=int(control.deadline_s),
+                                       initialization_timeout=int(control.start_s) + 60)
+        except ValueError:
+            if (coordinator, num_processes, process) != (None, None, None):
+                raise
+            return  # jax has found no cluster: one process alone
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # An explicit port: with port 0 the sender publishes 0 and the receiver waits for ever.
+        transfer = config.transfer
+        port = transfer.port + distributed.global_state.process_id if transfer.port else free_port(transfer.address)
+        jax.config.update("jax_cross_host_transfer_socket_address", f"{transfer.address}:{port}")
+        jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{transfer.address}:0"] * transfer.streams))
+        jax.devices()
+
+
+@contextlib.contextmanager
+def _exit_after(seconds, message):
+    """End the process with a clear line if the body takes longer: JAX itself aborts it with a stack trace."""
+    def give_up():
+        logging.error(message)
+        logging.flush()
+        os._exit(1)
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
     try:
-        jax.distributed.initialize(coordinator, num_processes, process, heartbeat_timeout_seconds=int(control.deadline_s),
-                                   initialization_timeout=int(control.start_s))
-    except jax.errors.JaxRuntimeError as e:
-        raise RuntimeError(f"could not join {num_processes or 'the'} processes at {coordinator or 'the coordinator'} "
-                           f"within config.control.start_s={control.start_s:.0f} s: {str(e).splitlines()[0]}") from e
+        yield
+    finally:
+        timer.cancel()
 
 
 def coordination_client():

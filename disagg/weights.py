@@ -17,8 +17,8 @@ def _files(folder):
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            where = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as e:
+            where = {name: str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise ValueError(f"{index} is not an index of safetensors files: {e!r}") from None
         absent = sorted({f for f in where.values() if not (folder / f).is_file()})
         if absent:
@@ -54,7 +54,8 @@ class Checkpoint:
         for name, file in files.items():
             if name not in self._open[file].keys():
                 raise ValueError(f"{file} has no tensor {name}, which the index puts there")
-        self._slices = {name: self._open[file].get_slice(name) for name, file in files.items()}
+        held = {name: file for file in self._open for name in self._open[file].keys()}  # also what the index leaves out
+        self._slices = {name: self._open[file].get_slice(name) for name, file in (held | files).items()}
         self._check(folder, ignored)
 
     def _names(self, path):

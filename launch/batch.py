@@ -24,6 +24,7 @@ class Batch:
             raise ValueError(f"--input={input_path}: {e.strerror}") from None
         try:
             self._output = sys.stdout if output_path == "-" else open(output_path, "w", encoding="utf-8")
+            self._output.reconfigure(encoding="utf-8")  # the standard output too, whatever the locale
         except OSError as e:
             raise ValueError(f"--output={output_path}: {e.strerror}") from None
         self._output_path = output_path
@@ -107,7 +108,7 @@ def _json_object(line):
         fields = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as e:
         raise ValueError(f"the line is not UTF-8: {e.reason} at byte {e.start}") from None
-    except (json.JSONDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"the line is not JSON: {e}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"the line must be a JSON object, got {type(fields).__name__}")

@@ -1,6 +1,8 @@
 """The flags of launch.main and launch.local, defined once."""
 
-from absl import flags
+import sys
+
+from absl import app, flags
 from ml_collections import config_flags
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]; override with --config.x.y=z")
@@ -17,3 +19,25 @@ SLICE_NAME = flags.DEFINE_string("slice_name", None, "name of this process's sli
                                  "config.decode.slices by name")
 
 flags.mark_flag_as_required("config")
+
+
+def run(main):
+    """app.run with errors in the config's name, fields and values as one line, and leftover arguments refused."""
+    app.run(main, flags_parser=_parse)
+
+
+def _parse(argv):
+    try:
+        left = app.parse_flags_with_usage(argv)
+        CONFIG.value.mode  # a file that cannot be loaded says so only when it is used
+    except AttributeError as e:
+        sys.exit(f"the config has no such field: {_one_line(e)}")
+    except (KeyError, TypeError, ValueError, OSError) as e:
+        sys.exit(f"the config cannot be used: {_one_line(e)}")
+    if len(left) > 1:
+        sys.exit(f"arguments not understood: {' '.join(left[1:])}")
+    return left
+
+
+def _one_line(error):
+    return " ".join(str(error).strip("\"'").split())

@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 
-from absl import app, flags
+from absl import flags
 
 from disagg import roles
 from launch import flags as launch_flags
@@ -28,8 +28,6 @@ for _flag in flags.FLAGS.get_key_flags_for_module(launch_flags):
 
 
 def main(argv):
-    if argv[1:]:
-        return _refuse(f"unexpected arguments: {' '.join(argv[1:])}")
     for flag in _OWN:
         if flag.present:
             return _refuse(f"--{flag.name} is set by launch.local itself")
@@ -58,4 +56,4 @@ def _free_port():
 
 
 if __name__ == "__main__":
-    app.run(main)
+    launch_flags.run(main)

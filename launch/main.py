@@ -10,7 +10,7 @@ import sys
 import time
 
 import jax
-from absl import app, logging
+from absl import logging
 
 from disagg import compilation_cache, topology
 from launch import flags
@@ -19,8 +19,6 @@ from launch.program import serve
 
 
 def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"arguments not understood: {' '.join(argv[1:])}")
     config, process = flags.CONFIG.value, flags.PROCESS_ID.value
     topology.start(config, coordinator=flags.COORDINATOR.value, num_processes=flags.NUM_PROCESSES.value, process=process,
                    cpu_devices=flags.CPU_DEVICES.value)
@@ -38,9 +36,9 @@ def run(argv):
     try:
         error = main(argv)
     except (ValueError, OSError, RuntimeError) as e:
-        error = str(e)
+        error = f"process {flags.PROCESS_ID.value or 0}: {e}"
     if error:
-        logging.error("process %s: %s", flags.PROCESS_ID.value or 0, error)
+        logging.error("%s", error)
         if not flags.PROCESS_ID.value:
             time.sleep(0.5)  # process 0 holds the coordination service: it leaves last
     sys.stdout.flush()
@@ -50,4 +48,4 @@ def run(argv):
 
 if __name__ == "__main__":
     logging.set_verbosity(logging.INFO)
-    app.run(run)
+    flags.run(run)

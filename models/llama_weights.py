@@ -26,6 +26,9 @@ IGNORED_WHEN_TIED = (r"lm_head\.weight",)
 FIELDS = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
           "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "max_length": "max_position_embeddings",
           "rms_norm_eps": "rms_norm_eps"}
+LLAMA3_ROPE = {"rope_factor": "factor", "rope_low_freq_factor": "low_freq_factor", "rope_high_freq_factor": "high_freq_factor",
+               "rope_original_length": "original_max_position_embeddings"}
+FRACTIONS = ("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor")  # all other fields are whole numbers
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -49,17 +52,19 @@ def architecture(folder):
     if not file.is_file():
         raise ValueError(f"{folder} has no config.json")
     try:
-        hf = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        hf = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:
         raise ValueError(f"{file} is not JSON: {e}") from None
-    missing = [name for name in FIELDS.values() if name not in hf]
-    if missing:
-        raise ValueError(f"{file} lacks {', '.join(missing)}")
+    if not isinstance(hf, dict):
+        raise ValueError(f"{file} must hold a JSON object, got {type(hf).__name__}")
     _refuse_unsupported(file, hf)
+    _check_numbers(file, hf, FIELDS.values(), optional=("num_key_value_heads", "head_dim"))
     fields = {ours: hf[theirs] for ours, theirs in FIELDS.items()}
     fields["num_kv_heads"] = hf.get("num_key_value_heads") or hf["num_attention_heads"]
     fields["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-    fields["tie_embeddings"] = hf.get("tie_word_embeddings", False)
+    fields["tie_embeddings"] = hf.get("tie_word_embeddings") or False
+    if not isinstance(fields["tie_embeddings"], bool):
+        raise ValueError(f"{file}: tie_word_embeddings must be true or false, got {fields['tie_embeddings']!r}")
     dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
         raise ValueError(f"{file}: dtype {dtype!r} is not supported; expected one of {', '.join(DTYPES)}")
@@ -75,18 +80,30 @@ def _refuse_unsupported(file, hf):
             raise ValueError(f"{file}: not supported: {name}={hf[name]!r} (supported: {', '.join(map(repr, values))})")
 
 
+def _check_numbers(file, fields, required, optional=()):
+    """Raises ValueError unless these fields are positive numbers, whole ones except for FRACTIONS; null is absent."""
+    missing = [name for name in required if fields.get(name) is None]
+    if missing:
+        raise ValueError(f"{file} lacks {', '.join(missing)}")
+    for name in (*required, *optional):
+        value, whole = fields.get(name), name not in FRACTIONS
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value > 0):
+            raise ValueError(f"{file}: {name} must be a positive {'whole ' if whole else ''}number, got {value!r}")
+
+
 def _rope(file, hf):
     """RoPE fields from rope_parameters (newer files) or rope_theta and rope_scaling."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"{file}: RoPE's parameters must be a JSON object, got {rope!r}")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
-    if kind == "default":
-        return {"rope_type": kind, "rope_theta": float(theta)}
-    if kind != "llama3":
+    if kind not in ("default", "llama3"):
         raise ValueError(f"{file}: not supported: RoPE scaling {kind!r} (supported: 'default', 'llama3')")
-    return {"rope_type": kind, "rope_theta": float(theta), "rope_factor": float(rope["factor"]),
-            "rope_low_freq_factor": float(rope["low_freq_factor"]), "rope_high_freq_factor": float(rope["high_freq_factor"]),
-            "rope_original_length": rope["original_max_position_embeddings"]}
+    rope = {"rope_theta": hf.get("rope_theta", 10000.0)} | rope
+    names = {"rope_theta": "rope_theta"} | (LLAMA3_ROPE if kind == "llama3" else {})
+    _check_numbers(file, rope, names.values())
+    return {"rope_type": kind} | {ours: float(rope[theirs]) if theirs in FRACTIONS else rope[theirs]
+                                  for ours, theirs in names.items()}
 
 
 def merge(configured, folder):
