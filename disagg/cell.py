@@ -111,6 +111,8 @@ def _lead(config, model, topology, limits, control, loop, front):
 def _run_front(front, leader):
     try:
         front(leader)
+    except OSError as e:
+        leader.stop(str(e))
     except Exception as e:  # whatever it is, the cell must end with it
         logging.exception("the front end failed")
         leader.stop(f"{type(e).__name__}: {e}")
