@@ -53,7 +53,8 @@ def get_config():
 
     c.control = ml_collections.ConfigDict()
     c.control.heartbeat_s = 1.0   # a process reports at least this often
-    c.control.deadline_s = 10.0   # a process silent or stuck for this long is declared dead; an arrival, failed
+    c.control.deadline_s = 10.0   # a process silent for this long is dead; so is the sender of a chunk on its way for it
+    c.control.stall_s = 120.0     # limit for computing one chunk or decode call, and for reading a plan
     c.control.start_s = 300.0     # limit for joining, loading and compiling
 
     c.transfer = ml_collections.ConfigDict()

@@ -15,7 +15,7 @@ from disagg.leader import Leader
 from disagg.loop import Loop, Stopped
 from disagg.prefill import PrefillEngine, chunk_shape, chunk_shardings
 from disagg.scheduler import Scheduler
-from disagg.stage_log import StageLog
+from disagg.stages import Stages
 from disagg.transfer import Transfers
 
 
@@ -63,8 +63,9 @@ def run(config, prepare, topology, *, client=None, name="cell"):
     requests and returns when it has all answers. client: the coordination service's. name: keeps apart several runs of
     one job.
     """
-    control = Control(client, topology.process, topology.num_processes, heartbeat_s=config.control.heartbeat_s,
-                      deadline_s=config.control.deadline_s, name=name)
+    c = config.control
+    control = Control(client, topology.process, topology.num_processes, heartbeat_s=c.heartbeat_s,
+                      deadline_s=c.deadline_s, stall_s=c.stall_s, name=name)
     try:
         error = _serve(config, prepare, topology, control)
     except (Stopped, ControlError) as e:
@@ -85,8 +86,7 @@ def _serve(config, prepare, topology, control):
     prefill, decode = _agreed(control, config, lambda: load_engines(model, topology, limits, load))
     transfers = _agreed(control, config, lambda: _connect(model, topology, limits, config))
     _agreed(control, config, lambda: _warm_up(model, topology, limits, prefill, decode))
-    loop = Loop(topology, control, transfers, prefill, decode, deadline_s=config.control.deadline_s,
-                hash_chain=config.debug.hash_chain)
+    loop = Loop(topology, control, transfers, prefill, decode, hash_chain=config.debug.hash_chain)
     if topology.process:
         return loop.run()
     return _lead(config, model, topology, limits, control, loop, front)
@@ -97,8 +97,8 @@ def _lead(config, model, topology, limits, control, loop, front):
     scheduler = Scheduler(prefill=[e.processes for e in topology.prefill], decode=[e.processes for e in topology.decode],
                           interleaved=topology.mode == "interleaved", slots=limits.slots, buckets=limits.buckets,
                           steps=limits.steps, prefill_ahead=limits.prefill_ahead, decode_ahead=limits.decode_ahead)
-    leader = Leader(control, scheduler, StageLog(model, topology, limits.buckets), topology,
-                    idle_s=config.control.deadline_s / 5, hash_chain=config.debug.hash_chain)
+    leader = Leader(control, scheduler, Stages(model, topology, limits.buckets), deadline_s=config.control.deadline_s,
+                    stall_s=config.control.stall_s)
     leader.start()
     front_end = threading.Thread(target=_run_front, args=(front, leader), name="front end", daemon=True)
     front_end.start()

@@ -22,10 +22,11 @@ class ControlError(RuntimeError):
 class Control:
     """One process's end of the log."""
 
-    def __init__(self, client, process, num_processes, *, heartbeat_s, deadline_s, name="cell"):
-        """client: the coordination service's; name: keeps apart several runs of one job."""
+    def __init__(self, client, process, num_processes, *, heartbeat_s, deadline_s, stall_s, name="cell"):
+        """client: the coordination service's; name: keeps apart several runs of one job. A process is lost when it is
+        silent for deadline_s, or, heartbeats going on, reads no plan for stall_s."""
         self._client, self.process, self.num_processes, self._name = client, process, num_processes, name
-        self._heartbeat_s, self._deadline_s = heartbeat_s, deadline_s
+        self._heartbeat_s, self._deadline_s, self._stall_s = heartbeat_s, deadline_s, stall_s
         self.position = 0                      # plans taken by this process
         self.published = 0                     # process 0: plans in the log
         self._own_plans = queue.SimpleQueue()  # process 0 reads its own plans without the store
@@ -34,8 +35,8 @@ class Control:
         self._closed = threading.Event()
         self._members = {}                     # process 0: what is known of each other process
         self._deleted = 0
+        now = self._looked = time.monotonic()
         if process == 0:
-            now = time.monotonic()
             self._members = {q: _Member(now) for q in range(1, num_processes)}
             self._readers = [threading.Thread(target=self._read, args=(q,), daemon=True, name=f"reports of {q}")
                              for q in self._members]
@@ -98,16 +99,22 @@ class Control:
         self._inbox.put((0, ("wake",)))
 
     def lost(self):
-        """Process 0: [(process, why)] of those newly silent, or stuck at one plan while newer ones wait, past the deadline."""
+        """Process 0: [(process, why)] of those newly silent for the deadline, or stuck at one plan while newer ones wait.
+
+        To be called again and again: a pause of this process itself is not held against the others.
+        """
         now, lost = time.monotonic(), []
+        paused, self._looked = now - self._looked > self._deadline_s / 2, now
         for q, m in self._members.items():
+            if paused:
+                m.heard = m.moved = now
             if m.position >= self.published or m.position != m.position_before:
                 m.position_before, m.moved = m.position, now
             if m.ended:
                 continue
             if now - m.heard > self._deadline_s:
                 lost.append((q, f"process {q} was silent for {now - m.heard:.0f} s"))
-            elif now - m.moved > self._deadline_s:
+            elif now - m.moved > self._stall_s:
                 lost.append((q, f"process {q} was stuck at plan {m.position} for {now - m.moved:.0f} s"))
         for q, _ in lost:
             self._members[q].ended = True

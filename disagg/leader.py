@@ -8,14 +8,17 @@ import itertools
 import threading
 import time
 
+from absl import logging
+
 from disagg.loop import CHAIN_EVERY
 
 
 class Leader:
-    def __init__(self, control, scheduler, stages, topology, *, idle_s, hash_chain):
-        """stages: stage_log.StageLog. idle_s: an empty plan is published at least this often, as a sign of life."""
-        self._control, self._scheduler, self._stages, self._topology = control, scheduler, stages, topology
-        self._idle_s, self._hash_chain = idle_s, hash_chain
+    def __init__(self, control, scheduler, stages, *, deadline_s, stall_s):
+        """deadline_s: for an arrival, once its chunk is computed. stall_s: for computing a chunk or a decode call."""
+        self._control, self._scheduler, self._stages = control, scheduler, stages
+        self._deadline_s, self._stall_s = deadline_s, stall_s
+        self._idle_s = deadline_s / 5            # an empty plan is published at least this often, as a sign of life
         self._commands = collections.deque()
         self._handlers = {}                      # request id -> handler
         self._numbers = itertools.count()
@@ -58,6 +61,16 @@ class Leader:
         self._control.wake()
 
     def _run(self):
+        try:
+            self._lead()
+        except Exception as e:  # nobody else would end the other processes
+            logging.exception("the leader failed")
+            self.error = self.error or f"the leader failed: {type(e).__name__}: {e}"
+        for request_id in list(self._handlers):
+            self._handlers.pop(request_id)("error", self.error or "the cell is stopping")
+        self._control.publish([["stop", self.error]])
+
+    def _lead(self):
         self._stopped = False
         timeout, published = self._idle_s, time.monotonic()
         while not self._stopped:
@@ -68,6 +81,8 @@ class Leader:
                 self._commands.popleft()()
             for process, why in self._control.lost():
                 self._lose(process, why)
+            for role, index, why in self._stages.overdue(self._deadline_s, self._stall_s):
+                self._lose_engine(role, index, why)
             self._hand_out()
             if self._stopped:
                 break
@@ -79,19 +94,15 @@ class Leader:
             self._hand_out()
             # With something planned there may be more to plan at once; else the next report decides.
             timeout = 0 if ops else self._idle_s
-        for request_id in list(self._handlers):
-            self._handlers.pop(request_id)("error", self.error or "the cell is stopping")
-        self._control.publish([["stop", self.error]])
 
     def _submit(self, request, handler):
         self._handlers[request.id] = handler
-        self._stages.submitted(request)
+        logging.info("request %d: %d prompt tokens, up to %d new ones", request.id, len(request.tokens), request.max_tokens)
         self._scheduler.submit(request)
 
     def _cancel(self, request_id):
         self._handlers.pop(request_id, None)
         self._scheduler.cancel(request_id)
-        self._stages.ended(request_id)
 
     def _end(self, error):
         self.error = self.error or error
@@ -103,17 +114,21 @@ class Leader:
             handler = self._handlers.get(request_id)
             if kind != "tokens":
                 self._handlers.pop(request_id, None)
-                self._stages.ended(request_id)
             if handler:
                 handler(kind, *details)
         if self._scheduler.broken and not self._scheduler.pending:
             self._end(self.error or "no engine is left to serve requests")
 
     def _lose(self, process, why):
-        self._stages.lost(why)
+        logging.error("%s", why)
         self._control.forget(process)
         self.error = self.error or why
         self._scheduler.lose_process(process, why)
+
+    def _lose_engine(self, role, index, why):
+        logging.error("%s engine %d is lost: %s", role, index, why)
+        self.error = self.error or f"{role} engine {index}: {why}"
+        self._scheduler.lose(role, index, why)
 
     # Reports, by name.
 
@@ -138,26 +153,24 @@ class Leader:
         self._scheduler.computed(number)
         self._scheduler.first(request_id, token, best)
 
-    def on_arrived(self, process, number, error, token, seconds):
+    def on_arrived(self, process, number, error, token):
         self._stages.arrived(process, number, error)
         if error:
             self.error = self.error or f"transfer {number} failed: {error}"
         self._scheduler.arrived(process, number, error, token)
 
     def on_tokens(self, process, d, rows, bests):
+        self._stages.tokens(d)
         self._scheduler.tokens(d, rows, bests)
 
     def on_broken(self, process, role, index, why):
-        self.error = self.error or f"{role} engine {index} failed on process {process}: {why}"
-        self._scheduler.lose(role, index, why)
+        self._lose_engine(role, index, f"it failed on process {process}: {why}")
 
     def on_out_of_step(self, process, why):
         self._end(f"transfers are out of step: {why}")
 
     def on_chain(self, process, plan, chain):
         """Compare what the processes have issued; all must have issued the same."""
-        if not self._hash_chain:
-            return
         seen = self._chains.setdefault(plan, {})
         seen[process] = chain
         if 0 in seen:

@@ -32,6 +32,7 @@ import time
 
 import jax
 import numpy as np
+from absl import logging
 
 from disagg import sampling
 
@@ -44,17 +45,17 @@ class Stopped(Exception):
 
 
 class Loop:
-    def __init__(self, topology, control, transfers, prefill, decode, *, deadline_s, hash_chain):
+    def __init__(self, topology, control, transfers, prefill, decode, *, hash_chain):
         """prefill, decode: this process's PrefillEngine and DecodeEngine, None where it has none."""
         self._topology, self._control, self._transfers = topology, control, transfers
         self._prefill, self._decode = prefill, decode
         mine = topology.my_prefill, topology.my_decode
         self._p, self._d = (e.index if e else None for e in mine)
         self._leads_prefill, self._leads_decode = (e is not None and e.leader == topology.process for e in mine)
-        self._deadline_s, self._hash_chain = deadline_s, hash_chain
+        self._hash_chain = hash_chain
         self._chunks = {}      # number -> chunk computed here, not sent or written yet
         self._received = {}    # number -> (prefill engine, parts) received here, not written yet
-        self._arriving = collections.OrderedDict()  # number -> (prefill engine, request, parts, issued)
+        self._arriving = collections.OrderedDict()  # number -> (prefill engine, request, parts)
         self._lock = threading.Condition()          # of the two above
         self._running = True
         self._chain = hashlib.blake2b(digest_size=8)
@@ -62,7 +63,7 @@ class Loop:
 
     def run(self):
         """Until the log says stop. Raises Stopped if for a failure, ControlError if the log ends."""
-        threads = [threading.Thread(target=t, daemon=True, name=t.__name__) for t in (self._watch, self._read)]
+        threads = [threading.Thread(target=self._guard, args=(t,), daemon=True, name=t.__name__) for t in (self._watch, self._read)]
         for t in threads:
             t.start()
         try:
@@ -101,7 +102,7 @@ class Loop:
         parts = self._transfers.issue(number, p, d, bucket, self._chunks.pop(number, None))
         if parts is not None:
             with self._lock:
-                self._arriving[number] = p, request, parts, time.monotonic()
+                self._arriving[number] = p, request, parts
                 self._lock.notify()
 
     def op_write(self, d, number, slot, start, activation):
@@ -141,6 +142,13 @@ class Loop:
 
     # The other threads.
 
+    def _guard(self, target):
+        try:
+            target()
+        except Exception as e:  # nobody would wait for this thread: the leader must know
+            logging.exception("%s failed", target.__name__)
+            self._control.report("failed", f"{type(e).__name__}: {e}")
+
     def _watch(self):
         """Report every chunk that has arrived here, or failed to."""
         while True:
@@ -150,34 +158,27 @@ class Loop:
                 if not self._running:
                     return
                 waiting = list(self._arriving.items())
-            done = [self._arrived(*item) for item in waiting if self._is_due(*item[1][2:])]
+            done = [self._arrived(*item) for item in waiting if all(a.is_ready() for a in jax.tree.leaves(item[1][2]))]
             if not done:
                 time.sleep(POLL_S)
 
-    def _is_due(self, parts, issued):
-        return all(a.is_ready() for a in jax.tree.leaves(parts)) or time.monotonic() - issued > self._deadline_s
-
     def _arrived(self, number, entry):
-        p, request, parts, issued = entry
+        p, request, parts = entry
         error = token = None
-        seconds = time.monotonic() - issued
-        if not all(a.is_ready() for a in jax.tree.leaves(parts)):
-            error = f"process {self._topology.process} did not receive it within {self._deadline_s:.0f} s"
-        else:
-            try:
-                jax.block_until_ready(parts)  # a failed receive is ready too, and raises here
-                for part in parts:
-                    token, *tag = np.asarray(part["ticket"].addressable_data(0)).tolist()
-                    if tag != [number, request]:
-                        self._control.report("out_of_step", f"process {self._topology.process} waited for transfer {number} "
-                                             f"of request {request} and received transfer {tag[0]} of request {tag[1]}")
-                        error = "out of step"
-            except jax.errors.JaxRuntimeError as e:
-                error = f"process {self._topology.process}: {str(e).splitlines()[0]}"
+        try:
+            jax.block_until_ready(parts)  # a failed receive is ready too, and raises here
+            for part in parts:
+                token, *tag = np.asarray(part["ticket"].addressable_data(0)).tolist()
+                if tag != [number, request]:
+                    self._control.report("out_of_step", f"process {self._topology.process} waited for transfer {number} "
+                                         f"of request {request} and received transfer {tag[0]} of request {tag[1]}")
+                    error = "out of step"
+        except jax.errors.JaxRuntimeError as e:
+            error = f"process {self._topology.process}: {str(e).splitlines()[0]}"
         with self._lock:
             if self._arriving.pop(number, None) is not None and not error:
                 self._received[number] = p, parts
-        self._control.report("arrived", number, error, token, seconds)
+        self._control.report("arrived", number, error, token)
 
     def _read(self):
         """Read results from the devices, in the order in which they were dispatched, and report them."""

@@ -75,9 +75,11 @@ class _Answer:
 
     def __init__(self, index, request, stream, leader, done):
         self._index, self._request, self._stream, self._leader, self._done = index, request, stream, leader, done
-        self._bests = []
+        self._bests, self._ended = [], False
 
     def __call__(self, kind, *details):
+        if self._ended:
+            return  # a stop string has ended it; the leader has not seen the cancellation yet
         if kind == "tokens":
             for token, best in zip(*details):
                 self._stream.push(token)
@@ -92,6 +94,7 @@ class _Answer:
             self._done.put({"index": self._index, "error": {"message": details[0], "type": "server_error"}})
 
     def _finish(self, reason):
+        self._ended = True
         self._stream.finish()
         answer = {"index": self._index, "text": self._stream.text, "token_ids": self._stream.ids,
                   "finish_reason": "stop" if self._stream.stopped else reason,

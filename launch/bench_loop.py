@@ -77,7 +77,7 @@ def _keys(client, repeat):
 def _empty_plans(config, client, process, name):
     """Plans/s from the first one published to the last one read by the last process."""
     control = Control(client, process, PROCESSES, heartbeat_s=config.control.heartbeat_s,
-                      deadline_s=config.control.deadline_s, name=name)
+                      deadline_s=config.control.deadline_s, stall_s=config.control.stall_s, name=name)
     client.wait_at_barrier(name, 60_000)
     started = time.monotonic()
     if process == 0:

@@ -52,7 +52,7 @@ def test_killed_sender(tmp_path, solo):
     """A killed prefill process fails the requests that needed it; the others' tokens stay right, on both decode slots."""
     codes, text = run(tmp_path, TWO_PREFILL, processes=3, faults=[["kill", 1, "send", 3]])
     assert codes[1] == -9 and codes[0] == codes[2] == 1, (codes, text)
-    check(tmp_path, solo, at_least=8, error="transfer")
+    check(tmp_path, solo, at_least=8, error="process 1 was silent")
 
 
 def test_killed_receiver(tmp_path, solo):
@@ -66,7 +66,7 @@ def test_stopped_sender(tmp_path, solo):
     """A process stopped past the deadline and continued later is out: late data reaches no slot, it leaves by itself."""
     codes, text = run(tmp_path, TWO_PREFILL, processes=3, faults=[["stop", 1, "send", 3, 3 * DEADLINE_S]])
     assert codes[0] == codes[2] == 1 and codes[1] != 0, (codes, text)
-    check(tmp_path, solo, at_least=8, error="transfer")
+    check(tmp_path, solo, at_least=8, error="process 1 was silent")
 
 
 def test_skipped_send(tmp_path, solo):

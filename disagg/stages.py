@@ -1,0 +1,115 @@
+"""The life of every chunk and decode call, as process 0 sees it: log lines of the stages, and what is overdue.
+
+All times are on process 0's clock, taken when it plans an operation or gets a report.
+"""
+
+import collections
+import dataclasses
+import time
+
+import jax
+from absl import logging
+
+from disagg import prefill
+
+
+@dataclasses.dataclass
+class _Chunk:
+    p: int
+    d: int
+    request: int
+    tokens: int
+    bucket: int | None          # None: not transferred
+    planned: float
+    computed: float | None = None
+    written: bool = False
+    waiting: set = dataclasses.field(default_factory=set)  # processes that have not reported it arrived
+
+
+class Stages:
+    def __init__(self, model, topology, buckets):
+        self._topology = topology
+        self._bytes = {b: sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(prefill.chunk_shape(model, b)))
+                       for b in buckets}
+        self._chunks = {}                              # number -> _Chunk, until it is written or discarded and computed
+        self._free_at = [0.0] * len(topology.prefill)  # when an engine had computed its latest chunk
+        self._calls = [collections.deque() for _ in topology.decode]  # when each unreported decode call was planned
+
+    def planned(self, ops):
+        now = time.monotonic()
+        for name, *args in ops:
+            if name == "prefill":
+                p, number, request, tokens, *_ = args
+                self._chunks[number] = _Chunk(p, p, request, len(tokens), None, now)
+            elif name == "transfer":
+                number, p, d, bucket, _ = args
+                chunk = self._chunks[number]
+                chunk.d, chunk.bucket, chunk.waiting = d, bucket, set(self._topology.decode[d].processes)
+            elif name == "write":
+                d, number, slot, start, _ = args
+                chunk = self._chunks[number]
+                logging.info("insert on %s: request %d, slot %d, positions %d to %d", self._topology.decode[d].name,
+                             chunk.request, slot, start, start + chunk.tokens - 1)
+                chunk.written = True
+                self._forget(number)
+            elif name == "discard":
+                self._chunks.pop(args[0], None)
+            elif name == "decode":
+                self._calls[args[0]].append(now)
+            elif name == "drop":
+                role, index, _ = args
+                if role == "decode":
+                    self._calls[index].clear()
+                self._chunks = {n: c for n, c in self._chunks.items() if index != (c.p if role == "prefill" else c.d)}
+
+    def computed(self, number):
+        chunk = self._chunks.get(number)
+        if chunk is None:
+            return
+        now = chunk.computed = time.monotonic()
+        seconds = now - max(chunk.planned, self._free_at[chunk.p])
+        self._free_at[chunk.p] = now
+        logging.info("prefill on %s: request %d, %d tokens, %.1f ms", self._topology.prefill[chunk.p].name, chunk.request,
+                     chunk.tokens, seconds * 1e3)
+        self._forget(number)
+
+    def arrived(self, process, number, error):
+        """The transfer's time counts from its chunk being computed to its arrival at the last process."""
+        chunk = self._chunks.get(number)
+        if chunk is None or process not in chunk.waiting:
+            return
+        chunk.waiting.discard(process)
+        way, size = f"transfer {self._way(chunk)}: request {chunk.request}", self._bytes[chunk.bucket]
+        if error:
+            logging.error("%s, %d bytes, failed: %s", way, size, error)
+        elif not chunk.waiting:
+            seconds = max(time.monotonic() - (chunk.computed or chunk.planned), 1e-6)
+            logging.info("%s, %d bytes, %.1f ms, %.3f GB/s", way, size, seconds * 1e3, size / seconds / 1e9)
+
+    def tokens(self, d):
+        if self._calls[d]:
+            self._calls[d].popleft()
+
+    def overdue(self, arrival_s, compute_s):
+        """[(role, index, why)] of engines whose chunk has not arrived arrival_s after it was computed, or whose chunk or
+        decode call is not computed compute_s after it was planned."""
+        now, late = time.monotonic(), []
+        for number, chunk in self._chunks.items():
+            if chunk.computed is None and now - chunk.planned > compute_s:
+                late.append(("prefill", chunk.p, f"chunk {number} of request {chunk.request} was not computed within {compute_s:.0f} s"))
+            elif chunk.computed is not None and chunk.waiting and now - chunk.computed > arrival_s:
+                late.append(("prefill", chunk.p, f"transfer {number} of request {chunk.request} {self._way(chunk)} did not arrive at "
+                             f"processes {sorted(chunk.waiting)} within {arrival_s:.0f} s"))
+        for d, calls in enumerate(self._calls):
+            if calls and now - calls[0] > compute_s:
+                late.append(("decode", d, f"a decode call was not computed within {compute_s:.0f} s"))
+        return late
+
+    def _way(self, chunk):
+        return f"from {self._topology.prefill[chunk.p].name} to {self._topology.decode[chunk.d].name}"
+
+    def _forget(self, number):
+        """A chunk that is written and computed is done with; the two come in either order."""
+        chunk = self._chunks[number]
+        if chunk.computed is not None and chunk.written:
+            del self._chunks[number]

@@ -1,0 +1,285 @@
+"""What a client may ask, and what it is told where it may not."""
+
+import io
+import json
+import re
+import sys
+
+import pytest
+
+from disagg import decode, request
+from disagg.tokenizer import SentencePieceTokenizer
+from launch.batch import Batch
+
+VOCAB, CACHE = 320, 64
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def problem(**fields):
+    """What parse says of a request with these fields; it must be one line of bearable length."""
+    with pytest.raises(ValueError) as e:
+        request.parse({"prompt": "the"} | fields)
+    line = str(e.value)
+    assert line.isprintable() and len(line) < 400
+    return line
+
+
+# One bad value a case: the field, the value, and what the line says of them.
+BAD = [
+    ("max_tokens", 0, "greater than or equal to 1, got 0"),
+    ("max_tokens", -1, "greater than or equal to 1, got -1"),
+    ("max_tokens", 10**30, "less than 2147483648, got 10000"),
+    ("max_tokens", True, "valid integer, got True"),
+    ("max_tokens", 2.0, "valid integer, got 2.0"),
+    ("max_tokens", "2", "valid integer, got '2'"),
+    ("max_tokens", None, "valid integer, got None"),
+    ("max_tokens", NAN, "valid integer, got nan"),
+    ("max_tokens", [1], r"valid integer, got \[1\]"),
+    ("temperature", 5, "less than or equal to 2, got 5"),
+    ("temperature", -0.1, "greater than or equal to 0, got -0.1"),
+    ("temperature", NAN, "got nan"),
+    ("temperature", INFINITY, "got inf"),
+    ("temperature", -INFINITY, "got -inf"),
+    ("temperature", True, "valid number, got True"),
+    ("temperature", "1", "valid number, got '1'"),
+    ("top_p", 0, "greater than 0, got 0"),
+    ("top_p", 1.5, "less than or equal to 1, got 1.5"),
+    ("top_p", NAN, "got nan"),
+    ("top_p", False, "valid number, got False"),
+    ("top_k", -1, "greater than or equal to 0, got -1"),
+    ("top_k", 2**31, "less than 2147483648, got 2147483648"),
+    ("top_k", 1.5, "valid integer, got 1.5"),
+    ("seed", 2**63, "less than 9223372036854775808, got 9223372036854775808"),
+    ("seed", -2**63 - 1, "greater than or equal to -9223372036854775808"),
+    ("seed", 10**4000, r"got 1000.*\.\.\."),
+    ("seed", 1.0, "valid integer, got 1.0"),
+    ("seed", True, "valid integer, got True"),
+    ("seed", "7", "valid integer, got '7'"),
+    ("ignore_eos", 1, "valid boolean, got 1"),
+    ("ignore_eos", "true", "valid boolean, got 'true'"),
+    ("prompt", "", "at least 1 character, got ''"),
+    ("prompt", [], r"at least 1 item .*, got \[\]"),
+    ("prompt", None, "got None"),
+    ("prompt", 5, "got 5"),
+    ("prompt", {"text": "the"}, "got {'text': 'the'}"),
+    ("prompt", "\ud800", r"unicode string, got '\\ud800'"),
+    ("prompt.0", [""], "got ''"),
+    ("prompt.0", ["the"], "valid integer, got 'the'"),
+    ("prompt.0", [[5, 6]], r"valid integer, got \[5, 6\]"),
+    ("prompt.1", [5, -1], "greater than or equal to 0, got -1"),
+    ("prompt.1", [5, True], "valid integer, got True"),
+    ("prompt.1", [5, 6.0], "valid integer, got 6.0"),
+    ("prompt.1", [5, None], "valid integer, got None"),
+    ("prompt.1", [5, 10**40], "less than 2147483648, got 1000"),
+    ("stop", "", "at least 1 character, got ''"),
+    ("stop", 3, "got 3"),
+    ("stop", list("abcde"), "at most 4 items .*, got"),
+    ("stop.1", ["a", ""], "at least 1 character, got ''"),
+    ("stop.0", [3], "valid string, got 3"),
+    ("stop_token_ids", 3, "valid list, got 3"),
+    ("stop_token_ids", None, "valid list, got None"),
+    ("stop_token_ids", list(range(9)), "at most 8 items .*, got"),
+    ("stop_token_ids.0", [-1], "greater than or equal to 0, got -1"),
+    ("stop_token_ids.0", ["2"], "valid integer, got '2'"),
+    ("n", 100000, "unknown field, got 100000"),
+    ("logprobs", 5, "unknown field, got 5"),
+]
+
+
+@pytest.mark.parametrize("where, value, what", BAD, ids=[f"{w}-{str(v)[:12]!r}" for w, v, _ in BAD])
+def test_a_bad_value(where, value, what):
+    """One line that names the field and the value."""
+    assert re.search(f"(^|; ){re.escape(where)}: [^;]*{what}", problem(**{where.split(".")[0]: value}))
+
+
+def test_a_misspelt_field():
+    """The nearest known one is suggested."""
+    assert problem(max_token=3) == "max_token: unknown field (did you mean max_tokens?), got 3"
+
+
+@pytest.mark.parametrize("name", ["a\nb", "x" * 10000, "\u2028", ""])
+def test_a_field_with_an_odd_name(name):
+    """One short line all the same."""
+    assert "unknown field, got 1" in problem(**{name: 1})
+
+
+def test_a_missing_prompt():
+    with pytest.raises(ValueError, match="^prompt: field required$"):
+        request.parse({})
+
+
+def test_several_problems():
+    """Each is named."""
+    line = problem(max_tokens=0, temperature="hot", n=2)
+    assert all(f"{field}: " in line for field in ("max_tokens", "temperature", "n"))
+
+
+def test_a_huge_value_is_not_repeated():
+    problem(prompt=[["x" * 10**6]], n="x" * 10**6)
+
+
+def test_good_values():
+    """The edges of every range, and whole numbers where fractions are allowed."""
+    r = request.parse(dict(prompt=[0, 5], max_tokens=1, temperature=2, top_p=1, top_k=0, seed=-2**63, stop="x", ignore_eos=True))
+    assert (r.prompt, r.temperature, r.seed, r.stop_strings) == ([0, 5], 2.0, -2**63, ["x"])
+    r = request.parse(dict(prompt=" ", temperature=0, top_p=1e-9, top_k=2**31 - 1, seed=2**63 - 1, stop=["a", "b"], stop_token_ids=[]))
+    assert (r.max_tokens, r.stop_strings, r.seed) == (16, ["a", "b"], 2**63 - 1)
+    assert request.parse({"prompt": "the"}).stop_strings == []
+
+
+# Against the model's limits.
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_folder):
+    return SentencePieceTokenizer(tokenizer_folder, VOCAB)
+
+
+def prepared(tokenizer, **fields):
+    return request.prepare(request.parse(fields), 3, tokenizer, cache_length=CACHE, vocab_size=VOCAB, default_seed=17)
+
+
+def test_prepare(tokenizer):
+    """What the scheduler gets: token ids with the beginning-of-sequence token, the model's stop ids first, a seed."""
+    r = prepared(tokenizer, prompt="the cat", max_tokens=4, temperature=0.5, top_k=3, top_p=0.9, stop_token_ids=[9, 2])
+    assert (r.id, r.tokens, r.max_tokens, r.stop_ids) == (3, tuple(tokenizer.encode("the cat")), 4, (2, 9))
+    assert r.sampler == (17, 0.5, 3, 0.9)
+    assert prepared(tokenizer, prompt="the", seed=0).sampler[0] == 0
+
+
+def test_ids_are_taken_as_they_are(tokenizer):
+    """A prompt of token ids gets no beginning-of-sequence token; ignore_eos leaves only the request's own stop ids."""
+    r = prepared(tokenizer, prompt=[7, 319], ignore_eos=True, stop_token_ids=[5])
+    assert (r.tokens, r.stop_ids) == ((7, 319), (5,))
+
+
+@pytest.mark.parametrize("length, room", [(1, 63), (62, 2), (63, 1)])
+def test_prompts_up_to_the_cache_length(tokenizer, length, room):
+    """Prompt and new tokens may fill the cache; one more is refused with the numbers."""
+    assert prepared(tokenizer, prompt=[5] * length, max_tokens=room).max_tokens == room
+    with pytest.raises(ValueError, match=rf"{length} tokens and max_tokens={room + 1} need {CACHE + 1} positions; the cache has {CACHE}"):
+        prepared(tokenizer, prompt=[5] * length, max_tokens=room + 1)
+
+
+@pytest.mark.parametrize("length", [64, 65, 1000])
+def test_prompts_without_room_for_a_token(tokenizer, length):
+    with pytest.raises(ValueError, match=f"the prompt's {length} tokens .* the cache has {CACHE}"):
+        prepared(tokenizer, prompt=[5] * length, max_tokens=1)
+
+
+@pytest.mark.parametrize("fields, message", [
+    (dict(prompt=[5, VOCAB]), f"prompt: token id {VOCAB} is not in the vocabulary of {VOCAB}"),
+    (dict(prompt="the", stop_token_ids=[2, 5000]), f"stop_token_ids: token id 5000 is not in the vocabulary of {VOCAB}"),
+    (dict(prompt="the", stop_token_ids=list(range(10, 18))), f"stop_token_ids: 9 stop ids .* at most {decode.MAX_STOP_IDS}"),
+])
+def test_ids_beyond_the_limits(tokenizer, fields, message):
+    with pytest.raises(ValueError, match=message):
+        prepared(tokenizer, **fields)
+
+
+# Lines of a batch's input.
+
+
+class Echo:
+    """Stands in for the leader: answers each request with the events that `answer` gives, at once."""
+
+    def __init__(self, answer=lambda r: [("tokens", [5], [[]]), ("finish", "length")]):
+        self._answer, self._ids, self.cancelled = answer, iter(range(1000)), []
+
+    def new_id(self):
+        return next(self._ids)
+
+    def submit(self, r, handler):
+        for event in self._answer(r):
+            handler(*event)
+
+    def cancel(self, number):
+        self.cancelled.append(number)
+
+
+def run_batch(tokenizer, tmp_path, data, leader=None):
+    """The answers to an input file's bytes."""
+    (tmp_path / "in").write_bytes(data)
+    errors = Batch(str(tmp_path / "in"), str(tmp_path / "out"), tokenizer, CACHE, VOCAB)(leader or Echo())
+    answers = [json.loads(line) for line in (tmp_path / "out").read_text(encoding="utf-8").splitlines()]
+    assert [a["index"] for a in answers] == list(range(len(answers)))
+    assert errors == sum("error" in a for a in answers)
+    return answers
+
+
+@pytest.mark.parametrize("line, message", [
+    (b'{"prompt": "the"', "the line is not JSON: "),
+    (b"", "the line is not JSON: "),
+    (b"the cat", "the line is not JSON: "),
+    (b'{"prompt": "\xff"}', "the line is not UTF-8: invalid start byte at byte 12"),
+    (b'["the"]', "the line must be a JSON object, got list"),
+    (b"null", "the line must be a JSON object, got NoneType"),
+    (b"[" * 100000, "the line is not JSON: "),
+    (b'{"prompt": "the", "seed": ' + b"1" * 5000 + b"}", "the line is not JSON: "),
+    (b'{"prompt": "the", "temperature": NaN}', "temperature: .*got nan"),
+    (b'{"prompt": "the", "top_p": 1e999}', "top_p: .*got inf"),
+    (b'{"prompt": "the", "max_tokens": -Infinity}', "max_tokens: .*got -inf"),
+    (b'{"prompt": "\\ud800"}', "prompt: .*got '.*ud800'"),
+    (b'{"prompt": "the", "\\ud800": 1}', "ud800"),
+    (b'{"prompt": "' + b"the " * 10**5 + b'"}', "prompt's .* tokens .* the cache has 64"),
+])
+def test_a_bad_line(tokenizer, tmp_path, line, message):
+    """It gets an error in its place, and the lines around it their answers."""
+    good = b'{"prompt": "the"}'
+    first, bad, last = run_batch(tokenizer, tmp_path, b"\n".join([good, line, good]) + b"\n")
+    assert bad["error"]["type"] == "invalid_request_error"
+    assert re.search(message, bad["error"]["message"]) and len(bad["error"]["message"]) < 400
+    assert first["token_ids"] == last["token_ids"] == [5]
+
+
+def test_default_seeds_are_the_lines_indices(tokenizer, tmp_path):
+    seeds = []
+    leader = Echo(lambda r: seeds.append(r.sampler[0]) or [("finish", "length")])
+    run_batch(tokenizer, tmp_path, b'{"prompt": "the"}\n{"prompt": "the", "seed": -9}\n{"prompt": "the"}\n', leader)
+    assert seeds == [0, -9, 2]
+
+
+def test_events_after_a_stop_string(tokenizer, tmp_path):
+    """A stop string ends the answer: the request is cancelled, and nothing that comes afterwards changes it."""
+    a, b, c = (3 + ord(x) for x in "abc")
+    leader = Echo(lambda r: [("tokens", [a, b, c], [[]] * 3), ("tokens", [c], [[]]), ("error", "lost")])
+    submit, waiting = leader.submit, []
+    leader.submit = lambda r, handler: waiting.append((r, handler)) or (len(waiting) == 2 and [submit(*w) for w in waiting[::-1]])
+    for answer in run_batch(tokenizer, tmp_path, b'{"prompt": "the", "stop": "b"}\n' * 2, leader):
+        assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("a", [a, b], "stop")
+        assert answer["usage"]["completion_tokens"] == 2
+    assert sorted(leader.cancelled) == [0, 1]
+
+
+def test_an_empty_answer(tokenizer, tmp_path):
+    """The stop id alone: no text, reason `stop`, one token."""
+    leader = Echo(lambda r: [("tokens", [2], [[]]), ("finish", "stop")])
+    (answer,) = run_batch(tokenizer, tmp_path, b'{"prompt": "the"}', leader)
+    assert (answer["text"], answer["finish_reason"], answer["usage"]["completion_tokens"]) == ("", "stop", 1)
+
+
+def test_no_requests(tokenizer, tmp_path):
+    assert run_batch(tokenizer, tmp_path, b"") == []
+
+
+def test_standard_output_is_utf8_in_any_locale(tokenizer, tmp_path, monkeypatch):
+    """A coffee cup does not end the batch."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1"))
+    (tmp_path / "in").write_bytes(b'{"prompt": "the"}')
+    cup = [3 + b for b in "☕".encode()]
+    leader = Echo(lambda r: [("tokens", cup, [[]] * 3), ("finish", "length")])
+    Batch(str(tmp_path / "in"), "-", tokenizer, CACHE, VOCAB)(leader)
+    assert json.loads(raw.getvalue().decode())["text"] == "☕"
+
+
+@pytest.mark.parametrize("source, target, message", [
+    ("nowhere", "out", "--input=.*nowhere: No such file"),
+    ("in", "nowhere/out", "--output=.*nowhere/out: No such file"),
+    ("", "out", "needs --input and --output"),
+])
+def test_files_that_cannot_be_opened(tokenizer, tmp_path, source, target, message):
+    """The flag and the path are named."""
+    (tmp_path / "in").write_bytes(b"")
+    with pytest.raises(ValueError, match=message):
+        Batch(source and str(tmp_path / source), str(tmp_path / target), tokenizer, CACHE, VOCAB)

@@ -1,0 +1,354 @@
+"""Checkpoints: what is read, what is refused, and what config.json says."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from safetensors.numpy import save_file
+
+from disagg import sharding
+from disagg.weights import Checkpoint
+from models import llama, llama_weights
+
+CONFIG = llama.Config(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4, num_kv_heads=4,
+                      head_dim=4, max_length=64)
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+def random_tensors(model, dtype="float32"):
+    """Tensor name -> array, all that a checkpoint of this model holds."""
+    rng, tensors, shapes = np.random.default_rng(0), {}, model.params_shape()
+    for path, name in llama_weights.tensors(model.config.tie_embeddings).items():
+        shape = at(shapes, path).shape
+        stacked = "{}" in name
+        for i in range(shape[0] if stacked else 1):
+            tensors[name.format(i)] = rng.normal(size=shape[1:] if stacked else shape).astype(DTYPES[dtype])
+    return tensors
+
+
+def at(tree, path):
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def save(folder, tensors, shards=1):
+    """One file, or several with an index, layers spread over all of them."""
+    folder.mkdir(exist_ok=True)
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return
+    names = [f"model-{i}.safetensors" for i in range(shards)]
+    where = {name: names[i % shards] for i, name in enumerate(tensors)}
+    for file in names:
+        save_file({n: t for n, t in tensors.items() if where[n] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+def checkpoint(folder, config=CONFIG):
+    tied = config.tie_embeddings
+    return Checkpoint(folder, llama_weights.tensors(tied), llama.Llama(config).params_shape(), config.num_layers,
+                      llama_weights.ignored(tied))
+
+
+def shardings(model, devices):
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("tp",))
+    return sharding.tree(mesh, model.params_shape(), model.params_axes())
+
+
+def assert_loaded(params, tensors, model):
+    """Every parameter equals the saved tensors, converted to the model's dtype."""
+    dtype = jnp.dtype(model.config.dtype)
+    for path, name in llama_weights.tensors(model.config.tie_embeddings).items():
+        saved = np.stack([tensors[name.format(i)] for i in range(model.config.num_layers)]) if "{}" in name else tensors[name]
+        loaded = at(params, path)
+        assert loaded.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(loaded), saved.astype(dtype), err_msg=name)
+    assert jax.tree.structure(params) == jax.tree.structure(model.params_shape())
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_loaded_equals_saved(tmp_path, devices, shards):
+    """One file or several, on meshes of several sizes, each array laid out as asked."""
+    model = llama.Llama(CONFIG)
+    tensors = random_tensors(model)
+    save(tmp_path, tensors, shards)
+    layout = shardings(model, devices)
+    params = checkpoint(tmp_path).load(layout)
+    assert_loaded(params, tensors, model)
+    jax.tree.map(lambda x, s: s.is_equivalent_to(x.sharding, x.ndim) or pytest.fail(f"{x.sharding} is not {s}"), params, layout)
+
+
+@pytest.mark.parametrize("source", list(DTYPES))
+@pytest.mark.parametrize("configured", list(DTYPES))
+def test_dtypes(tmp_path, source, configured):
+    """Each source dtype is converted to each configured one."""
+    model = llama.Llama(dataclasses.replace(CONFIG, dtype=configured, num_layers=2))
+    tensors = random_tensors(model, source)
+    save(tmp_path, tensors)
+    assert_loaded(checkpoint(tmp_path, model.config).load(shardings(model, 2)), tensors, model)
+
+
+def test_tied_embeddings(tmp_path):
+    """No head is loaded; a copy of it in the file is no fault, nor are the buffers of old checkpoints."""
+    config = dataclasses.replace(CONFIG, tie_embeddings=True)
+    model = llama.Llama(config)
+    tensors = random_tensors(model)
+    extra = {"lm_head.weight": tensors["model.embed_tokens.weight"].copy(),
+             "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
+    save(tmp_path, tensors | extra)
+    params = checkpoint(tmp_path, config).load(shardings(model, 1))
+    assert "head" not in params
+    assert_loaded(params, tensors, model)
+
+
+class Recorded:
+    """A tensor's slices in a file, noting how many elements each read takes."""
+
+    def __init__(self, source, reads):
+        self._source, self._reads = source, reads
+
+    def __getitem__(self, index):
+        got = self._source[index]
+        self._reads.append(got.size)
+        return got
+
+    def get_shape(self):
+        return self._source.get_shape()
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_only_the_needed_slices_are_read(tmp_path, devices):
+    """A sharded tensor is read shard by shard, a replicated one once, and no element twice."""
+    model = llama.Llama(CONFIG)
+    save(tmp_path, random_tensors(model), shards=2)
+    opened, reads = checkpoint(tmp_path), {}
+    opened._slices = {name: Recorded(s, reads.setdefault(name, [])) for name, s in opened._slices.items()}
+    opened.load(shardings(model, devices))
+    for name, sizes in reads.items():
+        whole = int(np.prod(opened._slices[name].get_shape()))
+        assert sizes == ([whole] if name.endswith("norm.weight") else [whole // devices] * devices), name
+
+
+# Faults.
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def fault(tmp_path, change, shards=1):
+    """The error of a checkpoint whose tensors were changed by `change` (a function of the dict)."""
+    tensors = random_tensors(llama.Llama(CONFIG))
+    change(tensors)
+    save(tmp_path, tensors, shards)
+    with pytest.raises(ValueError) as e:
+        checkpoint(tmp_path)
+    return str(e.value)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("change, message", [
+    (lambda t: t.pop(Q), f"{Q} is missing"),
+    (lambda t: t.update({"model.layers.3.mlp.up_proj.weight": np.ones((2, 2), np.float32)}),
+     "model.layers.3.mlp.up_proj.weight is not a tensor of this model"),
+    (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.ones(16, np.float32)}),
+     "model.layers.0.self_attn.q_proj.bias is not a tensor of this model"),
+    (lambda t: t.update({Q: t[Q][:, :8].copy()}), f"{Q} has shape [16, 8], expected [16, 16]"),
+    (lambda t: t.update({Q: t[Q].reshape(-1)}), f"{Q} has shape [256], expected [16, 16]"),
+    (lambda t: t.update({Q: t[Q].astype(np.int8)}), f"{Q} has dtype I8, expected one of F32, F16, BF16"),
+    (lambda t: t.update({Q: t[Q].astype(np.float64)}), f"{Q} has dtype F64"),
+])
+def test_a_wrong_tensor(tmp_path, change, message, shards):
+    """Named, with what it is and what was expected."""
+    assert message in fault(tmp_path, change, shards)
+
+
+def test_several_wrong_tensors(tmp_path):
+    """The first are named and the others counted."""
+    message = fault(tmp_path, lambda t: [t.pop(n) for n in list(t) if "layers" in n])
+    assert message.count("is missing") == 8 and message.endswith("; and 19 more")
+
+
+def test_an_absent_shard(tmp_path):
+    save(tmp_path, random_tensors(llama.Llama(CONFIG)), 3)
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(ValueError, match="index.json names model-1.safetensors, which .* does not have"):
+        checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, 0.5, -1])
+def test_a_truncated_file(tmp_path, keep):
+    """Cut anywhere: nothing left, in the header, in the data, one byte short."""
+    save(tmp_path, random_tensors(llama.Llama(CONFIG)), 2)
+    file = tmp_path / "model-1.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:int(len(data) * keep) if isinstance(keep, float) else keep])
+    with pytest.raises(ValueError, match="model-1.safetensors is not a whole safetensors file"):
+        checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["{", "[]", "{}", "null", '{"weight_map": 3}', '{"weight_map": ["a"]}', "\udcff"])
+def test_a_bad_index(tmp_path, index):
+    save(tmp_path, random_tensors(llama.Llama(CONFIG)), 2)
+    (tmp_path / "model.safetensors.index.json").write_bytes(index.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match="index.json is not an index of safetensors files"):
+        checkpoint(tmp_path)
+
+
+def test_an_index_that_points_to_the_wrong_file(tmp_path):
+    save(tmp_path, random_tensors(llama.Llama(CONFIG)), 2)
+    index = tmp_path / "model.safetensors.index.json"
+    where = json.loads(index.read_text())["weight_map"]
+    wrong = "model-1.safetensors" if where[Q] == "model-0.safetensors" else "model-0.safetensors"
+    index.write_text(json.dumps({"weight_map": where | {Q: wrong}}))
+    with pytest.raises(ValueError, match=f"{wrong} has no tensor {Q}, which the index puts there"):
+        checkpoint(tmp_path)
+
+
+def test_a_tensor_that_the_index_leaves_out(tmp_path):
+    """It is in a file, so it is one too many all the same."""
+    tensors = random_tensors(llama.Llama(CONFIG)) | {"extra": np.ones(3, np.float32)}
+    save(tmp_path, tensors, 2)
+    index = tmp_path / "model.safetensors.index.json"
+    where = json.loads(index.read_text())["weight_map"]
+    del where["extra"]
+    index.write_text(json.dumps({"weight_map": where}))
+    with pytest.raises(ValueError, match="extra is not a tensor of this model"):
+        checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "consolidated.00.pth", "model.gguf"])
+def test_formats_that_are_not_read(tmp_path, file):
+    """The formats that are, and the file that is not, are named."""
+    (tmp_path / file).write_bytes(b"x")
+    with pytest.raises(ValueError, match=rf"0 safetensors files .* expected model.safetensors.* \(found {file}: not read\)"):
+        checkpoint(tmp_path)
+
+
+def test_several_files_without_an_index(tmp_path):
+    save(tmp_path, random_tensors(llama.Llama(CONFIG)), 2)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match="2 safetensors files and no index"):
+        checkpoint(tmp_path)
+
+
+# config.json.
+
+
+HF = {"model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
+      "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+      "torch_dtype": "bfloat16"}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def architecture(folder, config):
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return llama_weights.architecture(folder)
+
+
+def test_plain_architecture(tmp_path):
+    """A file without optional fields: head_dim, multi-head attention, untied, float32 and plain RoPE follow."""
+    required = {k: v for k, v in HF.items() if k not in ("num_key_value_heads", "torch_dtype", "model_type")}
+    assert architecture(tmp_path, required) == {
+        "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_layers": 3, "num_heads": 4, "num_kv_heads": 4,
+        "head_dim": 4, "max_length": 64, "rms_norm_eps": 1e-6, "tie_embeddings": False, "dtype": "float32",
+        "rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize("fields, expected", [
+    ({}, {"num_kv_heads": 2, "head_dim": 4, "dtype": "bfloat16"}),
+    ({"head_dim": 8}, {"head_dim": 8}),
+    ({"head_dim": None, "num_key_value_heads": None}, {"head_dim": 4, "num_kv_heads": 4}),
+    ({"dtype": "float16"}, {"dtype": "float16"}),
+    ({"tie_word_embeddings": True}, {"tie_embeddings": True}),
+    ({"rope_theta": 500000}, {"rope_theta": 500000.0, "rope_type": "default"}),
+    ({"rope_scaling": None, "attention_bias": False, "hidden_act": "silu", "quantization_config": None}, {"rope_type": "default"}),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 9.0}, {"rope_theta": 7.0}),
+])
+def test_variants(tmp_path, fields, expected):
+    found = architecture(tmp_path, HF | fields)
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("fields", [
+    {"rope_scaling": LLAMA3 | {"rope_type": "llama3"}, "rope_theta": 500000.0},
+    {"rope_scaling": LLAMA3 | {"type": "llama3"}, "rope_theta": 500000.0},
+    {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 500000.0}},
+])
+def test_llama3_rope(tmp_path, fields):
+    """The old and the new way to write it give the same, and a Config."""
+    found = architecture(tmp_path, HF | fields)
+    assert {k: v for k, v in found.items() if k.startswith("rope")} == {
+        "rope_type": "llama3", "rope_theta": 500000.0, "rope_factor": 8.0, "rope_low_freq_factor": 1.0,
+        "rope_high_freq_factor": 4.0, "rope_original_length": 8192}
+    llama.Config(**found)
+
+
+@pytest.mark.parametrize("fields, message", [
+    ({"attention_bias": True}, "not supported: attention_bias=True"),
+    ({"mlp_bias": True}, "not supported: mlp_bias=True"),
+    ({"hidden_act": "gelu"}, "not supported: hidden_act='gelu'"),
+    ({"model_type": "qwen2"}, "not supported: model_type='qwen2'"),
+    ({"quantization_config": {"bits": 4}}, "not supported: quantization_config="),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "not supported: RoPE scaling 'linear'"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "not supported: RoPE scaling 'yarn'"),
+    ({"torch_dtype": "int8"}, "dtype 'int8' is not supported"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor, original_max_position_embeddings"),
+    ({"rope_scaling": "llama3"}, "must be a JSON object, got 'llama3'"),
+    ({"rope_theta": "10000"}, "rope_theta must be a positive number, got '10000'"),
+    ({"hidden_size": "16"}, "hidden_size must be a positive whole number, got '16'"),
+    ({"num_attention_heads": 0}, "num_attention_heads must be a positive whole number, got 0"),
+    ({"num_hidden_layers": 2.5}, "num_hidden_layers must be a positive whole number, got 2.5"),
+    ({"head_dim": -4}, "head_dim must be a positive whole number, got -4"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number, got nan"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, got 'yes'"),
+])
+def test_what_is_not_supported(tmp_path, fields, message):
+    """Each is named with its value."""
+    with pytest.raises(ValueError, match=f"config.json.*{message}"):
+        architecture(tmp_path, HF | fields)
+
+
+@pytest.mark.parametrize("missing", [["vocab_size"], ["hidden_size", "rms_norm_eps"], ["max_position_embeddings"]])
+def test_missing_fields(tmp_path, missing):
+    """All are named; null is missing too."""
+    with pytest.raises(ValueError, match=f"config.json lacks {', '.join(missing)}$"):
+        architecture(tmp_path, {k: v for k, v in HF.items() if k not in missing})
+    with pytest.raises(ValueError, match=f"config.json lacks {', '.join(missing)}$"):
+        architecture(tmp_path, HF | dict.fromkeys(missing))
+
+
+@pytest.mark.parametrize("content, message", [("{", "is not JSON"), ("", "is not JSON"), ("[]", "must hold a JSON object, got list"),
+                                              ("null", "must hold a JSON object, got NoneType")])
+def test_a_bad_config_file(tmp_path, content, message):
+    with pytest.raises(ValueError, match=f"config.json {message}"):
+        architecture(tmp_path, content)
+
+
+def test_no_config_file(tmp_path):
+    with pytest.raises(ValueError, match="has no config.json"):
+        llama_weights.architecture(tmp_path)
+    with pytest.raises(ValueError, match="no checkpoint folder at .*nowhere"):
+        llama_weights.architecture(tmp_path / "nowhere")
+
+
+def test_merge(tmp_path):
+    """Unset fields come from the file; a set one may repeat it; dtype may differ."""
+    theirs = architecture(tmp_path, HF)
+    configured = dict.fromkeys(theirs) | {"num_heads": 4, "rope_theta": 10000, "dtype": "float32"}
+    assert llama_weights.merge(configured, tmp_path) == theirs | {"dtype": "float32"}
+
+
+def test_merge_disagreements(tmp_path):
+    """Each names the field and both values."""
+    architecture(tmp_path, HF)
+    with pytest.raises(ValueError) as e:
+        llama_weights.merge({"num_heads": 8, "vocab_size": 32, "rms_norm_eps": 1e-5}, tmp_path)
+    assert str(e.value).endswith("config.json disagree on model.num_heads: config 8, checkpoint 4; "
+                                 "model.rms_norm_eps: config 1e-05, checkpoint 1e-06")
