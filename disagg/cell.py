@@ -84,8 +84,7 @@ def _serve(config, prepare, topology, control):
     model, load, front = _agreed(control, config, prepare)
     limits = _agreed(control, config, lambda: Limits.of(config, model.config.max_length))
     prefill, decode = _agreed(control, config, lambda: load_engines(model, topology, limits, load))
-    transfers = _agreed(control, config, lambda: _connect(model, topology, limits, config))
-    _agreed(control, config, lambda: _warm_up(model, topology, limits, prefill, decode))
+    transfers = _agreed(control, config, lambda: _connect(model, topology, limits, prefill, decode, config.control.start_s))
     loop = Loop(topology, control, transfers, prefill, decode, hash_chain=config.debug.hash_chain)
     if topology.process:
         return loop.run()
@@ -169,19 +168,21 @@ def load_engines(model, topology, limits, load):
                                     cache_length=limits.cache_length, steps=limits.steps, top=limits.top))
 
 
-def _connect(model, topology, limits, config):
+def _connect(model, topology, limits, prefill, decode, start_s):
+    """Open and test every way between engines, and compile everything meanwhile."""
     transfers = Transfers(model, topology)
     started = time.monotonic()
-    for (p, d), rate in selftest.run(model, topology, transfers, limits.buckets, config.control.start_s / 2).items():
+    rates = selftest.run(model, topology, transfers, limits.buckets, start_s / 2,
+                         lambda: _warm_up(model, topology, limits, prefill, decode))
+    for (p, d), rate in rates.items():
         logging.info("self-test from %s to %s: values right, %.3f GB/s, %d calls a chunk", topology.prefill[p].name,
                      topology.decode[d].name, rate, len(transfers.routes[p, d].calls))
-    logging.info("self-test of %d engine pairs in %.1f s", len(topology.pairs), time.monotonic() - started)
+    logging.info("compiled, and %d engine pairs tested, in %.1f s", len(topology.pairs), time.monotonic() - started)
     return transfers
 
 
 def _warm_up(model, topology, limits, prefill, decode):
     """Compile every program that serving uses, by running it."""
-    started = time.monotonic()
     greedy = sampling.pack(0, 0.0, 0, 1.0)
     for bucket in limits.buckets:
         if prefill:
@@ -195,4 +196,3 @@ def _warm_up(model, topology, limits, prefill, decode):
         decode.activate(chunk, 0, 1, 0, [], greedy)
         decode.free(0)
         jax.block_until_ready(decode.run())
-    logging.info("programs compiled in %.1f s", time.monotonic() - started)

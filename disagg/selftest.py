@@ -4,6 +4,7 @@ It is also the warm-up: it opens the connections (about 2 s the first time betwe
 transfer's programs. All processes run it in the same order.
 """
 
+import itertools
 import time
 
 import jax
@@ -36,34 +37,43 @@ def wait(arrays, deadline_s, what):
         raise RuntimeError(f"{what} failed: {e}") from None
 
 
-def run(model, topology, transfers, buckets, deadline_s):
+def run(model, topology, transfers, buckets, deadline_s, meanwhile):
     """Send and check; -> for every pair that this process receives from, (p, d) -> GB/s of the largest bucket.
 
-    Raises RuntimeError naming the pair if a value is wrong, TimeoutError if one does not arrive.
+    meanwhile(): called while the first transfers open their connections. Raises RuntimeError naming the pair if a value
+    is wrong, TimeoutError if one does not arrive.
     """
     shapes = {b: prefill.chunk_shape(model, b) for b in buckets}
     fill, check = _programs(topology, shapes)
-    rates, number = {}, 0
-    for (p, d), route in transfers.routes.items():
-        source, destination = topology.prefill[p], topology.decode[d]
-        for bucket in (*buckets, buckets[-1]):  # the largest again, connected and compiled, for the rate
-            number += 1
-            what = f"self-test: transfer of {bucket} positions from {source.name} to {destination.name}"
-            chunk = None
-            if topology.process in source.processes:
-                chunk = fill(np.uint32(number), bucket)
-                wait(chunk, deadline_s, what)
-            started = time.monotonic()
-            received = transfers.issue(-number, p, d, bucket, chunk)
-            if received is None:
-                continue
-            wait(received, deadline_s, what)
-            seconds = time.monotonic() - started
-            right = check(route.join(received), np.uint32(number), bucket)
-            if wrong := [name for name, ok in right.items() if not ok.addressable_data(0)]:
-                raise RuntimeError(f"{what} delivered wrong values in {', '.join(wrong)}")
-            rates[p, d] = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes[bucket])) / seconds / 1e9
-    return rates
+    numbers = itertools.count(1)
+
+    def send(p, d, bucket):
+        """Issue one numbered pattern; -> (number, its parts or None, when)."""
+        number, chunk = next(numbers), None
+        if topology.process in topology.prefill[p].processes:
+            chunk = jax.block_until_ready(fill(np.uint32(number), bucket))
+        started = time.monotonic()
+        return number, transfers.issue(-number, p, d, bucket, chunk), started
+
+    def receive(p, d, bucket, number, parts, started):
+        """Wait for a pattern and compare it; -> GB/s, or None where it does not come here."""
+        if parts is None:
+            return None
+        what = (f"self-test: transfer of {bucket} positions from {topology.prefill[p].name} to {topology.decode[d].name}")
+        wait(parts, deadline_s, what)
+        seconds = time.monotonic() - started
+        right = check(transfers.routes[p, d].join(parts), np.uint32(number), bucket)
+        if wrong := [name for name, ok in right.items() if not ok.addressable_data(0)]:
+            raise RuntimeError(f"{what} delivered wrong values in {', '.join(wrong)}")
+        return sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes[bucket])) / seconds / 1e9
+
+    opened = {pair: send(*pair, buckets[0]) for pair in transfers.routes}
+    meanwhile()
+    for pair, sent in opened.items():
+        receive(*pair, buckets[0], *sent)
+    # Then one after the other, as when serving, the largest once more: by then it is compiled, and measured.
+    return {pair: rate for pair in transfers.routes
+            for rate in [[receive(*pair, b, *send(*pair, b)) for b in (*buckets, buckets[-1])][-1]] if rate}
 
 
 def _programs(topology, shapes):

@@ -1,0 +1,294 @@
+"""A cell without devices: carries out the scheduler's plans as the loop and the engines do, and checks every operation.
+
+Reports wait until `deliver` is called, in any order of the processes: those about results in the order of each engine,
+arrivals in any order. Token i of request r is 1000 * r + i.
+"""
+
+import collections
+import dataclasses
+import itertools
+
+from disagg.scheduler import Request, Scheduler
+
+
+def request(number, length=5, max_tokens=4, stop_at=None):
+    """stop_at: index of the token that is the request's stop id."""
+    stops = () if stop_at is None else (1000 * number + stop_at,)
+    return Request(number, tuple(range(length)), max_tokens, stops, (number, 0.0, 0, 1.0))
+
+
+def expected(r):
+    """The tokens of a request's whole answer, and the reason of its end."""
+    tokens = [1000 * r.id + i for i in range(r.max_tokens)]
+    for i, token in enumerate(tokens):
+        if token in r.stop_ids:
+            return tokens[:i + 1], "stop"
+    return tokens, "length"
+
+
+@dataclasses.dataclass
+class Chunk:
+    p: int
+    d: int | None
+    request: int
+    start: int
+    length: int
+    last: bool
+    arrived: set = dataclasses.field(default_factory=set)  # processes whose report the scheduler has
+    gone: str = ""                                         # written or discarded
+
+
+@dataclasses.dataclass
+class Slot:
+    request: int | None = None
+    filled: int = 0
+    left: int = 0
+    made: int = 0
+
+
+class Cell:
+    def __init__(self, *, prefill=(1,), decode=(1,), slots=2, chunk=4, steps=2, prefill_ahead=2, decode_ahead=2,
+                 interleaved=False, choose=lambda options: options[0]):
+        """prefill, decode: processes of each engine. choose: what happens where anything may, of a list of options."""
+        ids = iter(range(100))
+        self.decode = [[next(ids) for _ in range(n)] for n in decode]
+        self.prefill = self.decode if interleaved else [[next(ids) for _ in range(n)] for n in prefill]
+        self.interleaved, self.buckets, self.steps, self.choose = interleaved, (chunk // 2, chunk), steps, choose
+        self.ahead = {"prefill": prefill_ahead, "decode": decode_ahead}
+        self.scheduler = Scheduler(prefill=self.prefill, decode=self.decode, interleaved=interleaved, slots=slots,
+                                   buckets=self.buckets, steps=steps, prefill_ahead=prefill_ahead, decode_ahead=decode_ahead)
+        self.dead, self.dropped = set(), set()
+        self.requests, self.tokens, self.ended = {}, {}, {}   # by request id; ended: how
+        self.started, self.sent_to = [], {}
+        self.chunks = {}
+        self.at = {}                                          # prefill engine -> (request, next position)
+        self.slots = [[Slot() for _ in range(slots)] for _ in decode]
+        self.reports = {}                                     # who and what -> reports waiting, in order, each numbered
+        self.made = itertools.count()                         # their numbers
+        self.unreported = collections.Counter()               # of each engine: chunks (interleaved) or calls
+        self.ops = []                                         # all there were
+
+    # What a front end does.
+
+    def submit(self, *requests):
+        for r in requests:
+            self.requests[r.id], self.tokens[r.id] = r, []
+            self.scheduler.submit(r)
+            self._take_events()
+
+    def cancel(self, number):
+        self.scheduler.cancel(number)
+        self.ended.setdefault(number, "cancelled")
+        self._take_events()
+
+    # What the leader does.
+
+    def plan(self):
+        """One plan, carried out; -> its operations."""
+        before = list(self.started)
+        ops = self.scheduler.plan()
+        for name, *args in ops:
+            getattr(self, f"op_{name}")(*args)
+        self.ops += ops
+        self._take_events()
+        assert not before or min(self.started[len(before):], default=1000) > max(before), "not first come, first served"
+        self._check_bounds()
+        self._check_no_engine_is_idle()
+        return ops
+
+    def waiting_reports(self, *kinds):
+        """The queues of reports, those with the oldest report first."""
+        return sorted((key for key in self.reports if not kinds or key[0] in kinds), key=lambda key: self.reports[key][0][0])
+
+    def deliver(self, key):
+        """The oldest report of a queue."""
+        queue = self.reports[key]
+        _, name, *args = queue.popleft()
+        if not queue:
+            del self.reports[key]
+        if name == "arrived":
+            process, number, error, _ = args
+            if not error:
+                self.chunks[number].arrived.add(process)
+        elif name in ("computed", "first"):
+            self.unreported["prefill", self.chunks[args[0]].p] -= 1
+            self.scheduler.computed(args[0])
+            args = args[1:]
+        elif name == "tokens":
+            self.unreported["decode", args[0]] -= 1
+        if name != "computed":
+            getattr(self.scheduler, name)(*args)
+        self._take_events()
+
+    def run(self, *kinds):
+        """Plan and deliver until nothing more can happen; with kinds, deliver only such reports."""
+        for _ in range(10000):
+            if not self.plan():
+                if not (keys := self.waiting_reports(*kinds)):
+                    return
+                self.deliver(self.choose(keys))
+        raise AssertionError("it does not end")
+
+    def finish(self):
+        """Run to the end, where every request has ended and the scheduler is empty."""
+        self.run()
+        assert self.scheduler.idle and not self.scheduler.pending
+        assert self.ended.keys() == self.requests.keys()
+
+    def kill(self, process):
+        """The process computes and sends no more. Of its reports on the way any may be lost, and what it sends may fail
+        or be missing; the scheduler is told at some time."""
+        self.dead.add(process)
+        for key in list(self.reports):
+            if key[0] == "arrived" and key[1] == process or key == ("results", process):
+                for _ in range(self.choose(range(len(self.reports[key]) + 1))):
+                    self.reports[key].pop()
+                if not self.reports[key]:
+                    del self.reports[key]
+            elif key[0] == "arrived" and process in self.prefill[self.chunks[key[2]].p]:
+                del self.reports[key]
+                self._arrival(key[1], key[2])
+        for role, engines in (("prefill", self.prefill), ("decode", self.decode)):
+            for i, members in enumerate(engines):
+                if process in members and not self.dead.issuperset(members) and self.choose([False, True]):
+                    self._report(("broken", role, i), "lose", role, i, "broken")
+        self._report(("lost", process), "lose_process", process, "killed")
+
+    # Operations.
+
+    def op_prefill(self, p, number, request_id, tokens, start, last, sampler):
+        r = self.requests[request_id]
+        assert ("prefill", p) not in self.dropped and number not in self.chunks and request_id not in self.ended
+        if start == 0:
+            self.started.append(request_id)
+        else:
+            assert self.at[p] == (request_id, start), "the working cache holds another prompt"
+        self.at[p] = request_id, start + len(tokens)
+        assert tuple(tokens) == r.tokens[start:start + len(tokens)] and sampler == r.sampler
+        assert last == (start + len(tokens) == len(r.tokens)) and (last or len(tokens) == self.buckets[-1])
+        self.chunks[number] = Chunk(p, p if self.interleaved else None, request_id, start, len(tokens), last)
+        if self.interleaved:
+            self.sent_to[request_id] = p
+        self.unreported["prefill", p] += 1
+        if not self.dead.intersection(self.prefill[p]):
+            what = ("first", number, request_id, 1000 * request_id, []) if last else ("computed", number)
+            self._report(("results", self.prefill[p][0]), *what)
+
+    def op_transfer(self, number, p, d, bucket, request_id):
+        chunk = self.chunks[number]
+        assert not self.interleaved and chunk.d is None and (chunk.p, chunk.request) == (p, request_id)
+        assert ("prefill", p) not in self.dropped and ("decode", d) not in self.dropped
+        assert bucket == min(b for b in self.buckets if b >= chunk.length)
+        assert self.sent_to.setdefault(request_id, d) == d, "one request's chunks go to two engines"
+        chunk.d = d
+        for process in self.decode[d]:
+            if process not in self.dead:
+                self._arrival(process, number)
+
+    def op_write(self, d, number, slot_number, start, activation):
+        chunk, slot = self.chunks[number], self.slots[d][slot_number]
+        r = self.requests[chunk.request]
+        assert ("decode", d) not in self.dropped and chunk.d == d and not chunk.gone and chunk.request not in self.ended
+        if not self.interleaved:
+            assert chunk.arrived == set(self.decode[d]), "written before all processes have it"
+        assert slot.left == 0, "the slot is being decoded"
+        if slot.request != chunk.request:
+            assert slot.request is None or slot.request in self.ended, "the slot is another request's"
+            assert not any(s.request == chunk.request for s in self.slots[d]), "the request has two slots"
+            slot.request, slot.filled = chunk.request, 0
+        assert chunk.start == start == slot.filled, "a hole in the prompt"
+        slot.filled += chunk.length
+        chunk.gone = "written"
+        assert (activation is not None) == chunk.last
+        if activation:
+            assert activation == [len(r.tokens), r.max_tokens - 1, list(r.stop_ids), r.sampler]
+            assert slot.filled == len(r.tokens)
+            slot.made = 1
+            slot.left = 0 if 1000 * r.id in r.stop_ids else r.max_tokens - 1
+
+    def op_decode(self, d):
+        assert ("decode", d) not in self.dropped
+        rows = [[self._step(slot) for slot in self.slots[d]] for _ in range(self.steps)]
+        self.unreported["decode", d] += 1
+        if not self.dead.intersection(self.decode[d]):
+            self._report(("results", self.decode[d][0]), "tokens", d, rows, [[[] for _ in row] for row in rows])
+
+    def _step(self, slot):
+        if slot.left == 0:
+            return -1
+        token = 1000 * slot.request + slot.made
+        slot.made += 1
+        slot.left = 0 if token in self.requests[slot.request].stop_ids else slot.left - 1
+        return token
+
+    def op_free(self, d, slot_number):
+        slot = self.slots[d][slot_number]
+        assert slot.request in self.ended
+        slot.left = 0
+
+    def op_discard(self, number):
+        chunk = self.chunks[number]
+        assert not chunk.gone and chunk.request in self.ended
+        chunk.gone = "discarded"
+        for process in self.decode[chunk.d]:
+            self.reports.pop(("arrived", process, number), None)  # the loop forgets it
+
+    def op_drop(self, role, index, why):
+        assert (role, index) not in self.dropped
+        self.dropped |= {("prefill", index), ("decode", index)} if self.interleaved else {(role, index)}
+
+    # Inside.
+
+    def _arrival(self, process, number):
+        """A chunk on its way to a living process: it arrives, or fails or is missing if its sender is dead."""
+        chunk = self.chunks[number]
+        outcomes = ["ok", "error", None] if self.dead.intersection(self.prefill[chunk.p]) else ["ok"]
+        outcome = self.choose(outcomes)
+        if outcome:
+            token = 1000 * chunk.request if chunk.last else -1
+            self._report(("arrived", process, number), "arrived", process, number, outcome if outcome == "error" else None, token)
+
+    def _report(self, key, *report):
+        self.reports.setdefault(key, collections.deque()).append((next(self.made), *report))
+
+    def _take_events(self):
+        events, self.scheduler.events = self.scheduler.events, []
+        for kind, number, *details in events:
+            assert number not in self.ended, f"{kind} of request {number} after its end: {self.ended[number]}"
+            whole, why = expected(self.requests[number])
+            if kind == "tokens":
+                tokens, bests = details
+                assert tokens and len(tokens) == len(bests)
+                self.tokens[number] += tokens
+                assert self.tokens[number] == whole[:len(self.tokens[number])]
+            elif kind == "finish":
+                assert self.tokens[number] == whole and details == [why]
+                self.ended[number] = why
+            else:
+                self.ended[number] = f"error: {details[0]}"
+
+    def _in_flight(self, p):
+        """Chunks that prefill engine p has computed (interleaved) or sent that have not been reported."""
+        return self.unreported["prefill", p] if self.interleaved else sum(
+            c.p == p and not c.gone and c.arrived != set(self.decode[c.d]) for c in self.chunks.values())
+
+    def _alive(self, role, engines):
+        return [i for i in range(len(engines)) if (role, i) not in self.dropped]
+
+    def _check_bounds(self):
+        for p in self._alive("prefill", self.prefill):
+            assert self._in_flight(p) <= self.ahead["prefill"]
+        for d in self._alive("decode", self.decode):
+            assert self.unreported["decode", d] <= self.ahead["decode"]
+
+    def _check_no_engine_is_idle(self):
+        """No request waits while a prefill engine could begin it and a slot is free."""
+        waiting = [i for i in self.requests if i not in self.started and i not in self.ended]
+        running = [i for i in self.started if i not in self.ended]
+        held = collections.Counter(self.sent_to[i] for i in running)
+        able = [p for p in self._alive("prefill", self.prefill) if self._in_flight(p) < self.ahead["prefill"]
+                and not any(i == self.at[p][0] and self.at[p][1] < len(self.requests[i].tokens) for i in running if p in self.at)]
+        free = [d for d in self._alive("decode", self.decode) if held[d] < len(self.slots[d])]
+        if self.interleaved:
+            able = free = set(able) & set(free)
+        assert not (waiting and able and free), f"requests {waiting} wait, engines {able} and {free} are idle"

@@ -1,0 +1,366 @@
+"""Which request goes where and when; `simulated_cell` checks each operation, the tests what comes of them."""
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from tests.simulated_cell import Cell, expected, request
+
+MODES = pytest.mark.parametrize("interleaved", [False, True])
+
+
+def names(ops):
+    return [op[0] for op in ops]
+
+
+def prefills(cell):
+    """(engine, request) of every chunk computed."""
+    return [(op[1], op[3]) for op in cell.ops if op[0] == "prefill"]
+
+
+@MODES
+def test_one_request(interleaved):
+    """Chunks of the prompt in order, the answer, one end."""
+    cell = Cell(interleaved=interleaved)
+    cell.submit(request(0, length=9, max_tokens=6))
+    cell.finish()
+    assert [op[5] for op in cell.ops if op[0] == "prefill"] == [0, 4, 8]
+    assert names(cell.ops).count("write") == 3 and cell.ended == {0: "length"}
+
+
+@MODES
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 12])
+@pytest.mark.parametrize("max_tokens, stop_at", [(1, None), (2, None), (7, None), (7, 0), (7, 1), (7, 6), (1, 0)])
+def test_lengths_and_ends(interleaved, length, max_tokens, stop_at):
+    """Every prompt length around the chunk size; the first, a middle and the last token a stop id; no more calls than needed."""
+    cell = Cell(interleaved=interleaved)
+    cell.submit(request(0, length, max_tokens, stop_at))
+    cell.finish()
+    made = len(expected(cell.requests[0])[0])
+    assert names(cell.ops).count("decode") <= -(-(max_tokens - 1) // cell.steps)
+    if stop_at is None:
+        assert names(cell.ops).count("decode") == -(-(made - 1) // cell.steps)
+
+
+@MODES
+def test_first_come_first_served(interleaved):
+    """More requests than slots: they start in the order in which they came."""
+    cell = Cell(interleaved=interleaved, prefill=(1, 1), decode=(1, 1), slots=2)
+    cell.submit(*[request(i, length=1 + i % 7) for i in range(20)])
+    cell.finish()
+    assert sorted(cell.started) == list(range(20))
+
+
+@MODES
+@pytest.mark.parametrize("engines, requests", [(1, 5), (3, 1), (3, 2), (4, 9)])
+def test_one_slot_an_engine(interleaved, engines, requests):
+    """Also with fewer requests than engines."""
+    cell = Cell(interleaved=interleaved, prefill=(1,) * engines, decode=(1,) * engines, slots=1)
+    cell.submit(*[request(i) for i in range(requests)])
+    cell.finish()
+    assert set(cell.ended.values()) == {"length"}
+
+
+def test_load_is_spread():
+    """Of free engines the least loaded is taken, on both sides."""
+    cell = Cell(prefill=(1, 1), decode=(1, 1), slots=4)
+    cell.submit(*[request(i, length=4) for i in range(4)])
+    cell.run("none")
+    assert sorted(prefills(cell)) == [(0, 0), (0, 2), (1, 1), (1, 3)]
+    assert sorted(cell.sent_to.values()) == [0, 0, 1, 1]
+
+
+def test_a_fast_prefill_engine_gets_more_work():
+    """What a slow engine has not delivered keeps it from getting more."""
+    cell = Cell(prefill=(1, 1), slots=8)
+    cell.submit(*[request(i, length=4, max_tokens=50) for i in range(8)])
+    for _ in range(20):  # nothing that engine 0 has computed arrives
+        cell.run("none")
+        for key in cell.waiting_reports("arrived"):
+            if cell.chunks[key[2]].p == 1:
+                cell.deliver(key)
+    by_engine = [p for p, _ in prefills(cell)]
+    assert by_engine.count(0) <= 3 and by_engine.count(1) >= 5
+
+
+def test_a_chunk_is_written_only_when_all_processes_have_it():
+    """Two processes on the decode side, whatever the order; and in the order of the prompt."""
+    cell = Cell(decode=(3,), prefill_ahead=3)
+    cell.submit(request(0, length=9))
+    cell.run("none")
+    arrivals = cell.waiting_reports("arrived")
+    assert len(arrivals) == 9
+    for key in arrivals[1:]:  # all but the first chunk's first process, the later chunks complete
+        cell.deliver(key)
+        assert "write" not in names(cell.plan())
+    cell.deliver(arrivals[0])
+    ops = cell.plan()
+    assert [op[4] for op in ops if op[0] == "write"] == [0, 4, 8]
+    assert [op[5] is not None for op in ops if op[0] == "write"] == [False, False, True]
+
+
+def test_transfers_in_flight_are_bounded():
+    """A prefill engine computes no more than it may have on the way."""
+    cell = Cell(prefill_ahead=2)
+    cell.submit(request(0, length=20))
+    cell.run("results")
+    assert names(cell.ops).count("prefill") == 2
+
+
+def test_interleaved_prefill_is_bounded_by_what_is_computed():
+    """Nothing is transferred there; the reports of computed chunks count."""
+    cell = Cell(interleaved=True, prefill_ahead=2)
+    cell.submit(request(0, length=20))
+    cell.run("none")
+    assert names(cell.ops).count("prefill") == 2
+    cell.deliver(cell.waiting_reports("results")[0])
+    cell.run("none")
+    assert names(cell.ops).count("prefill") == 3
+
+
+def test_decode_calls_are_bounded():
+    """No more calls planned than may be ahead of the reports."""
+    cell = Cell(decode_ahead=3)
+    cell.submit(request(0, max_tokens=100))
+    cell.run("arrived")
+    assert names(cell.ops).count("decode") == 3
+
+
+def test_the_first_token_after_those_of_the_decode_engine():
+    """Its report may come last: the others wait for it, and the answer is in order."""
+    cell = Cell()
+    cell.submit(request(0, length=3, max_tokens=4))
+    cell.run("arrived")
+    first, decoded = ("results", cell.prefill[0][0]), ("results", cell.decode[0][0])
+    while decoded in cell.reports:
+        cell.deliver(decoded)
+        cell.run("arrived")
+    assert cell.tokens[0] == [] and not cell.ended
+    cell.deliver(first)
+    assert cell.ended == {0: "length"}
+
+
+def test_the_first_token_is_given_before_the_transfer_arrives():
+    """Streaming does not wait for the decode engine; an answer of one token ends there and frees its slot."""
+    cell = Cell(slots=1)
+    cell.submit(request(0, length=3, max_tokens=1), request(1))
+    cell.run("results")
+    assert cell.ended == {0: "length"} and cell.started == [0, 1]
+    cell.finish()
+
+
+def test_a_freed_slot_is_used_again_at_once():
+    """While the other slot's request goes on."""
+    cell = Cell(slots=2)
+    cell.submit(request(0, max_tokens=60), request(1, max_tokens=2), request(2, max_tokens=2), request(3, max_tokens=2))
+    cell.finish()
+    slots = {cell.chunks[op[2]].request: op[3] for op in cell.ops if op[0] == "write"}
+    assert slots[1] == slots[2] == slots[3] != slots[0]
+
+
+# Cancelling.
+
+
+def stage(name, **options):
+    """A cell whose request 0 (three chunks, 40 tokens) is in a stage, with requests 1 to 3 behind it."""
+    cell = Cell(prefill_ahead=2, **options)
+    if name == "queued":
+        cell.submit(request(0, length=9, max_tokens=40), *[request(i) for i in (1, 2, 3)])
+        return cell
+    cell.submit(request(0, length=9, max_tokens=40))
+    if name == "prefilling":
+        cell.plan()
+    elif name == "in transfer":
+        cell.run("results")  # the third chunk waits until the first has arrived
+        if not cell.interleaved:
+            cell.deliver(cell.waiting_reports("arrived")[0])
+            cell.run("results")
+    elif name == "decoding":
+        cell.run(*(["results"] if cell.interleaved else ["arrived"]))
+        for _ in range(3):
+            cell.deliver(cell.waiting_reports("results")[-1])
+            cell.plan()
+    cell.submit(*[request(i) for i in (1, 2, 3)])
+    return cell
+
+
+STAGES = pytest.mark.parametrize("where", ["queued", "prefilling", "in transfer", "decoding"])
+
+
+@STAGES
+def test_cancel(where):
+    """In every stage: no more events of it, all that it held is free for the next ones, of which none is disturbed."""
+    cell = stage(where, slots=1)
+    cell.cancel(0)
+    cell.finish()
+    assert cell.ended == {0: "cancelled", 1: "length", 2: "length", 3: "length"}
+    assert (0 in cell.started) == (where != "queued")
+
+
+def test_cancel_while_interleaved_prefill():
+    cell = Cell(interleaved=True, slots=1)
+    cell.submit(request(0, length=20), request(1))
+    cell.plan()
+    cell.cancel(0)
+    cell.finish()
+    assert cell.ended == {0: "cancelled", 1: "length"}
+
+
+def test_cancel_of_unknown_and_ended_requests():
+    """Nothing happens."""
+    cell = Cell()
+    cell.submit(request(0))
+    cell.finish()
+    cell.scheduler.cancel(0)
+    cell.scheduler.cancel(7)
+    assert cell.scheduler.idle and not cell.scheduler.events
+
+
+def test_dead_work_does_not_delay():
+    """Ten long prompts cancelled in all stages: the next short one starts in the next plan."""
+    cell = Cell(prefill=(1,), decode=(1,), slots=4, prefill_ahead=2)
+    cell.submit(*[request(i, length=40) for i in range(10)])
+    cell.plan()
+    for i in range(10):
+        cell.cancel(i)
+    cell.submit(request(10, length=2))
+    assert ("prefill", 10) in [(op[0], op[3]) for op in cell.plan() if op[0] == "prefill"]
+    cell.finish()
+    assert cell.ended[10] == "length"
+
+
+# Losing engines.
+
+
+@STAGES
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_lose_one_of_two_engines(role, where):
+    """The requests that need it end with an error that says so; all others are served by the other one."""
+    cell = stage(where, prefill=(1, 1), decode=(1, 1))
+    cell.scheduler.lose(role, 0, "gone")
+    cell._take_events()
+    needed = where != "queued" and not (role == "prefill" and where == "decoding")
+    assert cell.ended == ({0: f"error: {role} engine 0 is lost: gone"} if needed else {})
+    cell.finish()
+    assert [cell.ended[i] for i in (1, 2, 3)] == ["length"] * 3
+    assert needed or cell.ended[0] == "length"
+    assert [op for op in cell.ops if op[0] == "drop"] == [["drop", role, 0, "gone"]]
+
+
+@STAGES
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_lose_the_only_engine(role, where):
+    """Every request ends, those that no longer need it with their answer; later ones end at once."""
+    cell = stage(where)
+    cell.scheduler.lose(role, 0, "gone")
+    cell._take_events()
+    assert cell.scheduler.broken
+    cell.finish()
+    served = role == "prefill" and where == "decoding"
+    assert cell.ended[0] == ("length" if served else f"error: {role} engine 0 is lost: gone")
+    assert all(cell.ended[i].startswith("error") for i in (1, 2, 3))
+    cell.submit(request(4))
+    assert cell.ended[4] == "error: no engine is left"
+
+
+def test_lose_a_prefill_engine_between_arrival_and_first_report():
+    """All of the prompt has arrived: the request goes on with the first token that came with it."""
+    cell = Cell()
+    cell.submit(request(0, length=3, max_tokens=3))
+    cell.run("none")
+    cell.deliver(cell.waiting_reports("arrived")[0])
+    cell.scheduler.lose("prefill", 0, "gone")
+    cell._take_events()
+    assert cell.tokens[0] == [0]
+    cell.finish()  # the report comes all the same, and is not counted twice
+    assert cell.ended == {0: "length"}
+
+
+def test_a_failed_transfer_loses_its_sender():
+    """The request ends; the engine's other requests that have not arrived too."""
+    cell = Cell(prefill=(1, 1), slots=4)
+    cell.submit(request(0, length=3), request(1, length=3))
+    cell.run("results")
+    cell.scheduler.arrived(cell.decode[0][0], 0, "reset by peer", None)
+    cell._take_events()
+    assert "the transfer of request 0 from it failed: reset by peer" in cell.ended[0]
+    cell.finish()
+    assert cell.ended[1] == "length"
+
+
+def test_lose_an_interleaved_engine():
+    """It is both: its requests end, the other engine goes on."""
+    cell = Cell(interleaved=True, decode=(1, 1), slots=1)
+    cell.submit(request(0), request(1), request(2))
+    cell.plan()
+    cell.kill(cell.decode[0][0])
+    cell.finish()
+    assert cell.ended[0].startswith("error") and cell.ended[1] == cell.ended[2] == "length"
+
+
+def test_lose_a_process_of_two():
+    """A process takes its whole engine with it."""
+    cell = Cell(prefill=(2,), decode=(2, 2))
+    cell.submit(request(0), request(1))
+    cell.plan()
+    cell.scheduler.lose_process(cell.decode[0][1], "killed")
+    cell.plan()
+    assert ("decode", 0) in cell.dropped
+    cell.finish()
+    assert sorted(e[:5] for e in cell.ended.values()) == ["error", "lengt"]
+
+
+# Anything in any order.
+
+
+@st.composite
+def cells(draw):
+    choose = lambda options: draw(st.sampled_from(list(options)))
+    sizes = st.lists(st.integers(1, 2), min_size=1, max_size=3)
+    return Cell(prefill=draw(sizes), decode=draw(sizes), slots=draw(st.integers(1, 3)), steps=draw(st.integers(1, 3)),
+                prefill_ahead=draw(st.integers(1, 3)), decode_ahead=draw(st.integers(1, 3)), interleaved=draw(st.booleans()),
+                choose=choose)
+
+
+REQUESTS = st.lists(st.tuples(st.integers(1, 13), st.integers(1, 7), st.none() | st.integers(0, 6)), min_size=1, max_size=8)
+
+
+def play(data, cell, requests, actions):
+    """Requests come, reports are delivered, requests are cancelled and processes die, in any order; then it runs out."""
+    coming = [request(i, *r) for i, r in enumerate(requests)]
+    while coming:
+        action = data.draw(st.sampled_from(actions))
+        if action == "submit":
+            cell.submit(coming.pop(0))
+        elif action == "plan":
+            cell.plan()
+        elif action == "report" and cell.reports:
+            cell.deliver(cell.choose(cell.waiting_reports()))
+        elif action == "cancel" and cell.requests:
+            cell.cancel(cell.choose(list(cell.requests)))
+        elif action == "kill":
+            alive = [p for p in {q for e in (*cell.prefill, *cell.decode) for q in e} if p not in cell.dead]
+            if alive:
+                cell.kill(cell.choose(alive))
+    cell.finish()
+
+
+@settings(max_examples=150)
+@given(st.data(), cells(), REQUESTS)
+def test_any_order(data, cell, requests):
+    """Without deaths every request that is not cancelled gets its whole answer, and afterwards every slot can be used."""
+    play(data, cell, requests, ["submit", "plan", "plan", "report", "report", "report", "cancel"])
+    assert set(cell.ended.values()) <= {"stop", "length", "cancelled"}
+    slots = len(cell.decode) * len(cell.slots[0])
+    cell.submit(*[request(100 + i, length=9, max_tokens=60) for i in range(slots)])
+    cell.run("arrived", *(["results"] if cell.interleaved else []))
+    assert cell.started[-slots:] == [100 + i for i in range(slots)] or not cell.interleaved
+    cell.finish()
+
+
+@settings(max_examples=150)
+@given(st.data(), cells(), REQUESTS)
+def test_any_order_with_deaths(data, cell, requests):
+    """Every request ends exactly once, those that can be served with their answer."""
+    play(data, cell, requests, ["submit", "plan", "plan", "report", "report", "report", "cancel", "kill"])
+    if not cell.dead:
+        assert not any(e.startswith("error") for e in cell.ended.values())
