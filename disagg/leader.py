@@ -3,8 +3,8 @@
 One thread. Front ends call submit, cancel and stop from any thread; a request's handler is called from this one.
 """
 
-import collections
 import itertools
+import queue
 import threading
 import time
 
@@ -19,11 +19,13 @@ class Leader:
         self._control, self._scheduler, self._stages = control, scheduler, stages
         self._deadline_s, self._stall_s = deadline_s, stall_s
         self._idle_s = deadline_s / 5            # an empty plan is published at least this often, as a sign of life
-        self._commands = collections.deque()
+        self._commands = queue.SimpleQueue()     # (method, arguments) of front ends
         self._handlers = {}                      # request id -> handler
         self._numbers = itertools.count()
-        self._chains = {}                        # plan -> (process 0's hash, others' before it)
+        self._chains = {}                        # plan -> {process: hash of what it has executed up to it}
         self.error = None                        # why the cell cannot serve any more
+        self._stopped = False                    # the loop below is to end
+        self._ended, self._ending = False, threading.Lock()  # it has ended: no command is taken any more
         self._thread = threading.Thread(target=self._run, daemon=True, name="leader")
 
     def start(self):
@@ -44,21 +46,26 @@ class Leader:
 
     def submit(self, request, handler):
         """handler(kind, *details): ("tokens", ids, bests), then once ("finish", reason) or ("error", message)."""
-        self._command(lambda: self._submit(request, handler))
+        self._command(self._submit, request, handler)
 
     def cancel(self, request_id):
         """No more calls of its handler follow once the leader has seen this."""
-        self._command(lambda: self._cancel(request_id))
+        self._command(self._cancel, request_id)
 
     def stop(self, error=None):
         """End the cell; pending requests get an error."""
-        self._command(lambda: self._end(error))
+        self._command(self._end, error)
 
     # The thread.
 
-    def _command(self, command):
-        self._commands.append(command)
-        self._control.wake()
+    def _command(self, method, *arguments):
+        with self._ending:
+            if not self._ended:
+                self._commands.put((method, arguments))
+                self._control.wake()
+                return
+        if method == self._submit:
+            arguments[1]("error", self._why_ended())
 
     def _run(self):
         try:
@@ -66,19 +73,29 @@ class Leader:
         except Exception as e:  # nobody else would end the other processes
             logging.exception("the leader failed")
             self.error = self.error or f"the leader failed: {type(e).__name__}: {e}"
-        for request_id in list(self._handlers):
-            self._handlers.pop(request_id)("error", self.error or "the cell is stopping")
-        self._control.publish([["stop", self.error]])
+        finally:
+            self._control.publish([["stop", self.error]])
+            with self._ending:
+                self._ended = True
+            self._take_commands()
+            for handler in self._handlers.values():
+                handler("error", self._why_ended())
+
+    def _why_ended(self):
+        return self.error or "the cell has stopped"
+
+    def _take_commands(self):
+        while not self._commands.empty():
+            method, arguments = self._commands.get()
+            method(*arguments)
 
     def _lead(self):
-        self._stopped = False
         timeout, published = self._idle_s, time.monotonic()
         while not self._stopped:
             reports = self._control.receive(timeout)
             for process, message in reports:
                 getattr(self, f"on_{message[0]}")(process, *message[1:])
-            while self._commands:
-                self._commands.popleft()()
+            self._take_commands()
             for process, why in self._control.lost():
                 self._lose(process, why)
             for role, index, why in self._stages.overdue(self._deadline_s, self._stall_s):

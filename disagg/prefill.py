@@ -5,6 +5,8 @@ program is compiled a bucket.
 """
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,18 +54,32 @@ def first_token(model, top, params, x, position, sampler, tag):
     return jnp.concatenate([token, tag]), (ids[0], values[0])
 
 
+class Programs(NamedTuple):
+    """The jitted functions of one engine, laid out on its mesh; chunk donates the cache it is given."""
+
+    init: Callable
+    chunk: Callable
+    first: Callable
+
+
+def programs(model, mesh, *, cache_length, top):
+    caches = sharding.tree(mesh, model.cache_shape(1, cache_length), model.cache_axes())
+    whole = sharding.replicated(mesh)
+    return Programs(
+        init=jax.jit(functools.partial(model.init_cache, 1, cache_length), out_shardings=caches),
+        chunk=jax.jit(functools.partial(prefill_chunk, model), donate_argnums=1,
+                      out_shardings=(caches, chunk_shardings(mesh), whole)),
+        first=jax.jit(functools.partial(first_token, model, top), out_shardings=whole))
+
+
 class PrefillEngine:
     """Holds the sharded parameters and the working cache of one engine; every process of the engine makes the same calls."""
 
     def __init__(self, model, params, mesh, *, cache_length, buckets, top):
         self.buckets = buckets
         self._params = params
-        whole = sharding.replicated(mesh)
-        caches = sharding.tree(mesh, model.cache_shape(1, cache_length), model.cache_axes())
-        self._cache = jax.jit(lambda: model.init_cache(1, cache_length), out_shardings=caches)()
-        self._chunk = jax.jit(functools.partial(prefill_chunk, model), donate_argnums=1,
-                              out_shardings=(caches, chunk_shardings(mesh), whole))
-        self._first = jax.jit(functools.partial(first_token, model, top), out_shardings=whole)
+        self._programs = programs(model, mesh, cache_length=cache_length, top=top)
+        self._cache = self._programs.init()
 
     def run(self, tokens, start, last, sampler, transfer, request):
         """Dispatch one chunk: tokens, a list of at most the largest bucket's length, from position `start`.
@@ -75,8 +91,9 @@ class PrefillEngine:
         padded = np.zeros(bucket, np.int32)
         padded[:len(tokens)] = tokens
         tag = np.array([transfer, request], np.int32)
-        self._cache, chunk, x = self._chunk(self._params, self._cache, padded, np.int32(start), np.int32(len(tokens)), tag)
+        self._cache, chunk, x = self._programs.chunk(self._params, self._cache, padded, np.int32(start),
+                                                     np.int32(len(tokens)), tag)
         if not last:
             return chunk, None
-        ticket, best = self._first(self._params, x, np.int32(start + len(tokens)), sampler, tag)
+        ticket, best = self._programs.first(self._params, x, np.int32(start + len(tokens)), sampler, tag)
         return chunk | {"ticket": ticket}, best

@@ -199,7 +199,8 @@ class Scheduler:
     def _admit(self):
         while self._queue:
             ways = [(-len(decode.free), prefill.in_flight, prefill.planned, p, d)
-                    for p, prefill in enumerate(self._prefill) if prefill.alive and prefill.current is None
+                    for p, prefill in enumerate(self._prefill)
+                    if prefill.alive and prefill.current is None and prefill.in_flight < self._prefill_ahead
                     for d, decode in enumerate(self._decode) if decode.alive and decode.free
                     if not self._interleaved or p == d]
             if not ways:
