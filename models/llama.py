@@ -82,7 +82,7 @@ KV_AXES = KV(*[("layers", "batch", "kv_heads", "length", "head_dim")] * 2)
 def _param(rngs, shape, axes, dtype, ones=False):
     init = nnx.initializers.ones if ones else nnx.initializers.normal(shape[-1] ** -0.5)
     # eager_sharding=False: the names are only carried; disagg.sharding turns them into NamedShardings.
-    return nnx.Param(init(rngs.params(), shape, dtype), sharding_names=axes, eager_sharding=False)
+    return nnx.Param(init(rngs.params(), shape, dtype), out_sharding=axes, eager_sharding=False)
 
 
 def rms_norm(x, weight, eps):

@@ -1,0 +1,138 @@
+"""The engines' programs for Llama-2 7B, compiled for a TPU v5e slice on a machine without one.
+
+What the compiler reports and what it wrote prove memory, aliasing, bytes moved, copies and collectives; no times.
+All sizes are those of configs/llama2.py, on v5e:2x4 with tensor parallelism 8. Needs the extra `aot`:
+
+  pip install -e '.[aot,test]' && pytest -m aot tests/test_aot.py
+"""
+
+import functools
+import importlib.util
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from configs import llama2
+from disagg import decode, prefill, sharding
+from models import llama
+from tests import hlo
+
+pytestmark = [pytest.mark.aot, pytest.mark.skipif(importlib.util.find_spec("libtpu") is None,
+                                                  reason="libtpu is not installed: pip install -e '.[aot]'")]
+
+HBM = 15.75 * 2**30  # of a v5e device, as its compiler enforces it
+CONFIG = llama2.get_config("7b")
+MODEL = llama.Llama(llama.Config(**CONFIG.model.to_dict(), query_rows=8))  # 8: as on every TPU, see launch/program.py
+SLOTS, LENGTH, CHUNK, TOP = CONFIG.decode.slots, CONFIG.cache_length, CONFIG.chunk, CONFIG.top_logits
+LAYERS = MODEL.config.num_layers
+STEPS = {"decode": 1, "decode_steps": CONFIG.decode.steps}  # the programs that decode
+PROGRAMS = [*STEPS, "write", "prefill"]
+
+
+@functools.cache
+def mesh():
+    # Before libtpu is loaded: no questions to a metadata server, and no lock against another process that compiles.
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    return Mesh(np.array(topologies.get_topology_desc("v5e:2x4", platform="tpu").devices), ("tp",))
+
+
+def like(shapes, shardings):
+    return jax.tree.map(lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), shapes, shardings)
+
+
+def params():
+    return like(MODEL.params_shape(), sharding.tree(mesh(), MODEL.params_shape(), MODEL.params_axes()))
+
+
+def device_bytes(tree):
+    """Bytes of a tree of sharded ShapeDtypeStructs on one device."""
+    return sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in jax.tree.leaves(tree))
+
+
+def decode_programs(steps=1):
+    return decode.programs(MODEL, mesh(), slots=SLOTS, cache_length=LENGTH, steps=steps, top=TOP)
+
+
+@functools.cache
+def compiled(name):
+    """-> the compiled program, its hlo.Program and the bytes of the cache it is given."""
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    if name == "prefill":
+        programs = prefill.programs(MODEL, mesh(), cache_length=LENGTH, top=TOP)
+        cache = programs.init.eval_shape()
+        integers = lambda n: jax.ShapeDtypeStruct((n,), jnp.int32)
+        lowered = programs.chunk.lower(params(), cache, integers(CHUNK), number, number, integers(2))
+    else:
+        programs = decode_programs(STEPS.get(name, 1))
+        state = programs.init.eval_shape()
+        cache = state.cache
+        if name == "write":
+            chunk = like(prefill.chunk_shape(MODEL, CHUNK), prefill.chunk_shardings(mesh()))
+            lowered = programs.write.lower(state, chunk["k"], chunk["v"], number, number)
+        else:
+            lowered = programs.steps.lower(params(), state)
+    result = lowered.compile()
+    return result, hlo.Program(result.as_text()), device_bytes(cache)
+
+
+def peak(memory):
+    return (memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+            - memory.alias_size_in_bytes)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_donated_cache_is_updated_in_place(name):
+    program, _, cache = compiled(name)
+    rest = program.memory_analysis().alias_size_in_bytes - cache
+    assert 0 <= rest < 64 * 1024, f"{rest} bytes aliased beside the cache; the slots' few numbers need 8 KiB"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_fits_and_needs_hardly_any_memory_of_its_own(name):
+    memory = compiled(name)[0].memory_analysis()
+    assert memory.argument_size_in_bytes > memory.alias_size_in_bytes > 0  # the figures are filled in
+    assert peak(memory) < HBM
+    assert memory.temp_size_in_bytes <= 0.03 * peak(memory)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_decode_step_reads_weights_and_cache_once(name):
+    """The ideal leaves out the embedding table, of which a step needs 32 rows. What is counted includes sampling with
+    its dearest branch, the sort for top-k and top-p."""
+    _, text, cache = compiled(name)
+    weights = {key: value for key, value in params().items() if key != "embed"}
+    ideal = STEPS[name] * (device_bytes(weights) + cache + cache // LENGTH)  # the last: the new keys and values
+    assert 0.98 * ideal < text.hbm_bytes() <= 1.05 * ideal
+
+
+@pytest.mark.parametrize("name", [*STEPS, "write"])
+def test_nothing_as_large_as_a_layers_cache_is_copied(name):
+    """Keys or values of one layer; whatever the instruction is called, nothing of that size is written to HBM."""
+    _, text, cache = compiled(name)
+    size, instruction = text.hbm_writes()[0]
+    assert 0 < size < cache / LAYERS / 2, instruction
+
+
+@pytest.mark.parametrize("name", [*STEPS, "prefill"])
+def test_a_layer_has_two_all_reduces_and_no_other_collective(name):
+    text = compiled(name)[1]
+    layers = [text.collectives(body) for trips, body in text.loops() if trips == LAYERS]
+    assert layers == [{"all-reduce": 2}] * STEPS.get(name, 1)
+
+
+def test_a_cache_that_is_not_donated_is_seen():
+    """The tests above can fail: without donation the cache is copied, and neither aliased nor updated in place."""
+    state = decode_programs().init.eval_shape()
+    step = functools.partial(decode.decode_steps, MODEL, TOP, 1)
+    layout = jax.tree.map(lambda s: s.sharding, state)
+    program = jax.jit(step, out_shardings=(layout, sharding.replicated(mesh()))).lower(params(), state).compile()
+    text, cache = hlo.Program(program.as_text()), device_bytes(state.cache)
+    assert program.memory_analysis().alias_size_in_bytes == 0
+    assert text.hbm_writes()[0][0] == cache / 2  # the keys
+    assert text.hbm_bytes() > 1.05 * (device_bytes(params()) + cache)
