@@ -19,4 +19,5 @@ def get_config():
     c.chunk = 64
     c.buckets = (16, 32, 64)
     c.decode.slots = 4
+    c.decode.steps = 2            # each step of a call is compiled: two start sooner than four
     return c

@@ -87,7 +87,8 @@ def _check_numbers(file, fields, required, optional=()):
         raise ValueError(f"{file} lacks {', '.join(missing)}")
     for name in (*required, *optional):
         value, whole = fields.get(name), name not in FRACTIONS
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value > 0):
+        number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and value > 0):
             raise ValueError(f"{file}: {name} must be a positive {'whole ' if whole else ''}number, got {value!r}")
 
 

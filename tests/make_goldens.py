@@ -6,10 +6,11 @@ Needs torch and transformers, which nothing else in this project does; run it on
 tiny model has changed.
 
 The prompts of an exact token length are cut out of random documents of the kind the model was trained on. Of many
-candidates the one is taken whose answer says what the document says, changes when the KV cache is wrong at one
-position, and has the widest margins.
+candidates the one is taken whose answer has wide margins, says what the document says, and changes when the KV cache
+is wrong at one position.
 """
 
+import itertools
 import json
 import os
 
@@ -22,8 +23,8 @@ from transformers import LlamaForCausalLM
 from launch.train_tiny import ANSWERS, BOS, EOS, Batches, Writer
 
 _MODEL = flags.DEFINE_string("model", "tests/data/tiny", "Directory of the tiny model.")
-_OUTPUT = flags.DEFINE_string("output", "tests/golden/tiny.json", "File to write.")
-_CANDIDATES = flags.DEFINE_integer("candidates", 40, "Candidates for each prompt of an exact length.")
+_GOLDENS = flags.DEFINE_string("goldens", "tests/golden/tiny.json", "File to write.")
+_CANDIDATES = flags.DEFINE_integer("candidates", 8, "Candidates for each prompt of an exact length.")
 
 NEW_TOKENS = 64
 LENGTHS = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192)
@@ -48,7 +49,7 @@ def greedy(model, prompt, ignore_eos):
     record = {"token_ids": [], "finish_reason": "length", "gaps": [], "top_ids": [], "top_logits": []}
     cache, ids = None, torch.tensor([prompt])
     while len(record["token_ids"]) < NEW_TOKENS:
-        out = model(ids, past_key_values=cache, use_cache=True)
+        out = model(ids, cache=cache, use_cache=True)
         cache = out.past_key_values
         top = out.logits[0, -1].topk(5)
         token = int(top.indices[0])
@@ -83,27 +84,26 @@ def cache_errors(model, prompt, answer):
             "late": changes(moved=1), "early": changes(moved=-1)}
 
 
-def exact_prompts(tokenizer, length, count):
-    """(text, ids, continuation) of random documents cut after `length` tokens, `count` of them.
+def exact_prompts(tokenizer, length):
+    """(text, ids, continuation) of random documents cut after `length` tokens, without end.
 
-    A cut stands at the end of a word in the first repetition of the document's facts, so that the answer is in the
-    prompt once; the text encodes to exactly those ids.
+    A cut stands in the first repetition of the document's facts, so that the answer is in the prompt once; the text
+    encodes to exactly those ids.
     """
     rng = np.random.default_rng(length)
     writer = Writer(rng)
     batches = Batches(writer, tokenizer, 0)
-    while count:
-        spans = writer.chorus(1 + rng.integers(max(1, length // 9)), 2 * length + 2 * NEW_TOKENS)
+    while True:
+        spans = writer.chorus(1 + rng.integers(max(1, length // 6)), 2 * length + 2 * NEW_TOKENS)
         parts = [batches.encode(span.text) for span in spans]
         ids = [BOS] + sum(parts, [])
         start = 1 + len(parts[0]) + len(parts[1])
-        if not start < length < start + len(parts[0]):
+        if not start <= length < start + len(parts[0]):
             continue
         prompt, continuation = ids[:length], ids[length:length + NEW_TOKENS]
         text = tokenizer.decode(prompt)
-        if not tokenizer.id_to_piece(ids[length]).startswith("\u2581") or [BOS] + tokenizer.encode(text) != prompt:
+        if [BOS] + tokenizer.encode(text) != prompt:
             continue
-        count -= 1
         yield text, prompt, continuation
 
 
@@ -125,22 +125,19 @@ def main(_):
     add("length_1", None, [BOS], ignore_eos=True)
     for length in LENGTHS:
         best = None
-        for text, prompt, continuation in exact_prompts(tokenizer, length, _CANDIDATES.value):
-            top = logits_of(model, prompt + continuation[:-1])[length - 1:].topk(2)
-            if top.indices[:, 0].tolist() != continuation:
-                continue
-            noticed = sum(cache_errors(model, prompt, continuation).values())
-            score = noticed, float((top.values[:, 0] - top.values[:, 1]).min())
+        for text, prompt, continuation in itertools.islice(exact_prompts(tokenizer, length), _CANDIDATES.value):
+            answer = greedy(model, prompt, ignore_eos=True)
+            noticed = sum(cache_errors(model, prompt, answer["token_ids"]).values())
+            gap = min(answer["gaps"])
+            score = gap > 1, answer["token_ids"] == continuation, noticed, gap
             if best is None or score > best[0]:
                 best = score, text, prompt
-        if best is None:
-            raise RuntimeError(f"no prompt of length {length} is answered rightly")
         add(f"length_{length}", best[1], best[2], ignore_eos=True)
     for question in QUESTIONS:
         add(question, question, [BOS] + tokenizer.encode(question), ignore_eos=False)
 
-    os.makedirs(os.path.dirname(_OUTPUT.value), exist_ok=True)
-    with open(_OUTPUT.value, "w") as f:
+    os.makedirs(os.path.dirname(_GOLDENS.value), exist_ok=True)
+    with open(_GOLDENS.value, "w") as f:
         f.write("[\n" + ",\n".join(json.dumps(golden) for golden in goldens) + "\n]\n")
 
 

@@ -104,6 +104,7 @@ def test_a_field_with_an_odd_name(name):
 
 
 def test_a_missing_prompt():
+    """The one field without a default is asked for."""
     with pytest.raises(ValueError, match="^prompt: field required$"):
         request.parse({})
 
@@ -115,14 +116,17 @@ def test_several_problems():
 
 
 def test_a_huge_value_is_not_repeated():
+    """The line stays short."""
     problem(prompt=[["x" * 10**6]], n="x" * 10**6)
 
 
 def test_good_values():
     """The edges of every range, and whole numbers where fractions are allowed."""
-    r = request.parse(dict(prompt=[0, 5], max_tokens=1, temperature=2, top_p=1, top_k=0, seed=-2**63, stop="x", ignore_eos=True))
+    r = request.parse({"prompt": [0, 5], "max_tokens": 1, "temperature": 2, "top_p": 1, "top_k": 0, "seed": -2**63, "stop": "x",
+                       "ignore_eos": True})
     assert (r.prompt, r.temperature, r.seed, r.stop_strings) == ([0, 5], 2.0, -2**63, ["x"])
-    r = request.parse(dict(prompt=" ", temperature=0, top_p=1e-9, top_k=2**31 - 1, seed=2**63 - 1, stop=["a", "b"], stop_token_ids=[]))
+    r = request.parse({"prompt": " ", "temperature": 0, "top_p": 1e-9, "top_k": 2**31 - 1, "seed": 2**63 - 1, "stop": ["a", "b"],
+                       "stop_token_ids": []})
     assert (r.max_tokens, r.stop_strings, r.seed) == (16, ["a", "b"], 2**63 - 1)
     assert request.parse({"prompt": "the"}).stop_strings == []
 
@@ -163,6 +167,7 @@ def test_prompts_up_to_the_cache_length(tokenizer, length, room):
 
 @pytest.mark.parametrize("length", [64, 65, 1000])
 def test_prompts_without_room_for_a_token(tokenizer, length):
+    """Never truncated: the prompt's length and the cache's are named."""
     with pytest.raises(ValueError, match=f"the prompt's {length} tokens .* the cache has {CACHE}"):
         prepared(tokenizer, prompt=[5] * length, max_tokens=1)
 
@@ -173,6 +178,7 @@ def test_prompts_without_room_for_a_token(tokenizer, length):
     (dict(prompt="the", stop_token_ids=list(range(10, 18))), f"stop_token_ids: 9 stop ids .* at most {decode.MAX_STOP_IDS}"),
 ])
 def test_ids_beyond_the_limits(tokenizer, fields, message):
+    """The field, the id and the limit."""
     with pytest.raises(ValueError, match=message):
         prepared(tokenizer, **fields)
 
@@ -233,6 +239,7 @@ def test_a_bad_line(tokenizer, tmp_path, line, message):
 
 
 def test_default_seeds_are_the_lines_indices(tokenizer, tmp_path):
+    """A request without a seed gets its line's index."""
     seeds = []
     leader = Echo(lambda r: seeds.append(r.sampler[0]) or [("finish", "length")])
     run_batch(tokenizer, tmp_path, b'{"prompt": "the"}\n{"prompt": "the", "seed": -9}\n{"prompt": "the"}\n', leader)
@@ -259,6 +266,7 @@ def test_an_empty_answer(tokenizer, tmp_path):
 
 
 def test_no_requests(tokenizer, tmp_path):
+    """An empty input gives an empty output."""
     assert run_batch(tokenizer, tmp_path, b"") == []
 
 

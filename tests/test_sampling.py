@@ -130,13 +130,14 @@ def test_tiny_top_p_is_greedy(top_p):
 
 
 @pytest.mark.parametrize("filters", [OFF, (4, 1.0), (0, 0.9)])
-@pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-20, 1e-38, 1e-42, 1e-60])
+@pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-20, 1e-32, 2e-38, 1e-42, 1e-60])
 def test_tiny_temperature_is_greedy(temperature, filters):
-    """No NaN and no overflow: the best token, with finite scores."""
+    """No NaN and no overflow: the best token, with finite scores, also where all logits are negative."""
     logits = np.linspace(-30, 30, V)[::-1].copy()
     logits[5] = 40
-    tokens, scores = draw(logits, (1, temperature, *filters))
-    assert np.all(np.isfinite(scores)) and tokens[0] == 5
+    for shift in (0, -100):
+        tokens, scores = draw(logits + shift, (1, temperature, *filters))
+        assert np.all(np.isfinite(scores)) and tokens[0] == 5
 
 
 def test_draws_follow_the_softmax():

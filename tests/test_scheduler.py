@@ -197,6 +197,7 @@ def test_cancel(where):
 
 
 def test_cancel_while_interleaved_prefill():
+    """Chunks that are computed but not reported do not keep the engine from the next request."""
     cell = Cell(interleaved=True, slots=1)
     cell.submit(request(0, length=20), request(1))
     cell.plan()
@@ -236,8 +237,7 @@ def test_dead_work_does_not_delay():
 def test_lose_one_of_two_engines(role, where):
     """The requests that need it end with an error that says so; all others are served by the other one."""
     cell = stage(where, prefill=(1, 1), decode=(1, 1))
-    cell.scheduler.lose(role, 0, "gone")
-    cell._take_events()
+    cell.lose(role, 0)
     needed = where != "queued" and not (role == "prefill" and where == "decoding")
     assert cell.ended == ({0: f"error: {role} engine 0 is lost: gone"} if needed else {})
     cell.finish()
@@ -251,8 +251,7 @@ def test_lose_one_of_two_engines(role, where):
 def test_lose_the_only_engine(role, where):
     """Every request ends, those that no longer need it with their answer; later ones end at once."""
     cell = stage(where)
-    cell.scheduler.lose(role, 0, "gone")
-    cell._take_events()
+    cell.lose(role, 0)
     assert cell.scheduler.broken
     cell.finish()
     served = role == "prefill" and where == "decoding"
@@ -268,21 +267,19 @@ def test_lose_a_prefill_engine_between_arrival_and_first_report():
     cell.submit(request(0, length=3, max_tokens=3))
     cell.run("none")
     cell.deliver(cell.waiting_reports("arrived")[0])
-    cell.scheduler.lose("prefill", 0, "gone")
-    cell._take_events()
+    cell.lose("prefill", 0)
     assert cell.tokens[0] == [0]
     cell.finish()  # the report comes all the same, and is not counted twice
     assert cell.ended == {0: "length"}
 
 
 def test_a_failed_transfer_loses_its_sender():
-    """The request ends; the engine's other requests that have not arrived too."""
+    """The request ends with an error that says so; another engine's goes on."""
     cell = Cell(prefill=(1, 1), slots=4)
     cell.submit(request(0, length=3), request(1, length=3))
     cell.run("results")
-    cell.scheduler.arrived(cell.decode[0][0], 0, "reset by peer", None)
-    cell._take_events()
-    assert "the transfer of request 0 from it failed: reset by peer" in cell.ended[0]
+    cell.fail(("arrived", cell.decode[0][0], 0), "reset by peer")
+    assert cell.ended == {0: "error: prefill engine 0 is lost: the transfer of request 0 from it failed: reset by peer"}
     cell.finish()
     assert cell.ended[1] == "length"
 
@@ -302,11 +299,11 @@ def test_lose_a_process_of_two():
     cell = Cell(prefill=(2,), decode=(2, 2))
     cell.submit(request(0), request(1))
     cell.plan()
-    cell.scheduler.lose_process(cell.decode[0][1], "killed")
-    cell.plan()
-    assert ("decode", 0) in cell.dropped
+    cell.kill(cell.decode[0][1])
+    cell.run("lost")
+    assert cell.ended == {0: "error: decode engine 0 is lost: killed"} and cell.dropped == {("decode", 0)}
     cell.finish()
-    assert sorted(e[:5] for e in cell.ended.values()) == ["error", "lengt"]
+    assert cell.ended[1] == "length"
 
 
 # Anything in any order.
@@ -350,10 +347,13 @@ def test_any_order(data, cell, requests):
     """Without deaths every request that is not cancelled gets its whole answer, and afterwards every slot can be used."""
     play(data, cell, requests, ["submit", "plan", "plan", "report", "report", "report", "cancel"])
     assert set(cell.ended.values()) <= {"stop", "length", "cancelled"}
-    slots = len(cell.decode) * len(cell.slots[0])
-    cell.submit(*[request(100 + i, length=9, max_tokens=60) for i in range(slots)])
-    cell.run("arrived", *(["results"] if cell.interleaved else []))
-    assert cell.started[-slots:] == [100 + i for i in range(slots)] or not cell.interleaved
+    slots = [slot for engine in cell.slots for slot in engine]
+    cell.submit(*[request(100 + i, length=9, max_tokens=500) for i in range(len(slots))])
+    while not all(slot.left for slot in slots):
+        if not cell.plan():
+            cell.deliver(cell.waiting_reports()[0])
+    for i in range(len(slots)):
+        cell.cancel(100 + i)
     cell.finish()
 
 

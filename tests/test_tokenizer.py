@@ -146,6 +146,13 @@ def test_stop_strings(tokenizer, stops, expected):
     assert s.stopped == (s.push(ids[0]) == "" and len(s.ids) == seen)
 
 
+def test_two_stop_strings_in_one_token(tokenizer):
+    """The one that begins first counts, whatever their order in the request."""
+    (the,) = ids_of(tokenizer, "the")
+    for stops in (["h", "t"], ["t", "h"]):
+        assert stream(tokenizer, [the], stop_strings=stops)[1] == ["", ""]
+
+
 def test_what_may_become_a_stop_string_is_held_back(tokenizer):
     """And given once it cannot become one."""
     s = TextStream(tokenizer, stop_strings=["abc", "bd"])
@@ -181,6 +188,7 @@ def write(folder, **files):
 
 
 def test_a_file_serves_as_well_as_its_folder(tokenizer_folder, tokenizer):
+    """The path may be the model file itself."""
     assert SentencePieceTokenizer(tokenizer_folder / "tokenizer.model", VOCAB).encode("the") == tokenizer.encode("the")
 
 
@@ -219,6 +227,7 @@ def test_corrupt_settings(folder, name, content):
 
 
 def test_wrong_stop_ids(folder):
+    """Anything but numbers is refused with the value."""
     write(folder, generation_config={"eos_token_id": "</s>"})
     with pytest.raises(ValueError, match="eos_token_id must be token ids, got .*</s>"):
         SentencePieceTokenizer(folder, VOCAB)

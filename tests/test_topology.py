@@ -114,7 +114,8 @@ def test_interleaved_engines_are_both():
     (dict(prefill__slices=(0,), decode__slices=(0,)), devices(2), r"process 0 \(slice 0\) is asked for by both prefill and decode"),
     (dict(prefill__slices=(0, 1)), devices(3), "prefill: .* need 1 processes, slices 0, 1 have 2 of the job's 3"),
     (dict(decode__tp=1), devices(2, 2, platform="tpu"), r"decode.tp=1 leaves devices of process 1 unused \(1 of 2\)"),
-    (dict(decode__processes=2), devices(3)[:2] + [Device(2, 2), Device(2, 3)], "decode.tp=3 over 2 processes needs 1.5 devices a process"),
+    (dict(decode__processes=2), [*devices(2), Device(2, 2), Device(2, 3)],
+     "decode.tp=3 over 2 processes needs 1.5 devices a process"),
 ])
 def test_settings_that_do_not_fit(fields, have, message):
     """Each is refused with the field and the numbers."""

@@ -123,14 +123,15 @@ class Recorded:
         return self._source.get_shape()
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_only_the_needed_slices_are_read(tmp_path, devices):
-    """A sharded tensor is read shard by shard, a replicated one once, and no element twice."""
+@pytest.mark.parametrize("devices, copies", [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_only_the_needed_slices_are_read(tmp_path, devices, copies):
+    """A sharded tensor is read shard by shard, and no element twice, however many devices hold it."""
     model = llama.Llama(CONFIG)
     save(tmp_path, random_tensors(model), shards=2)
     opened, reads = checkpoint(tmp_path), {}
     opened._slices = {name: Recorded(s, reads.setdefault(name, [])) for name, s in opened._slices.items()}
-    opened.load(shardings(model, devices))
+    mesh = Mesh(np.array(jax.devices()[:devices * copies]).reshape(devices, copies), ("tp", "copies"))
+    opened.load(sharding.tree(mesh, model.params_shape(), model.params_axes()))
     for name, sizes in reads.items():
         whole = int(np.prod(opened._slices[name].get_shape()))
         assert sizes == ([whole] if name.endswith("norm.weight") else [whole // devices] * devices), name
@@ -176,6 +177,7 @@ def test_several_wrong_tensors(tmp_path):
 
 
 def test_an_absent_shard(tmp_path):
+    """A file that only the index knows is named."""
     save(tmp_path, random_tensors(llama.Llama(CONFIG)), 3)
     (tmp_path / "model-1.safetensors").unlink()
     with pytest.raises(ValueError, match="index.json names model-1.safetensors, which .* does not have"):
@@ -195,6 +197,7 @@ def test_a_truncated_file(tmp_path, keep):
 
 @pytest.mark.parametrize("index", ["{", "[]", "{}", "null", '{"weight_map": 3}', '{"weight_map": ["a"]}', "\udcff"])
 def test_a_bad_index(tmp_path, index):
+    """An index that is no JSON, or of another form, is named."""
     save(tmp_path, random_tensors(llama.Llama(CONFIG)), 2)
     (tmp_path / "model.safetensors.index.json").write_bytes(index.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match="index.json is not an index of safetensors files"):
@@ -202,6 +205,7 @@ def test_a_bad_index(tmp_path, index):
 
 
 def test_an_index_that_points_to_the_wrong_file(tmp_path):
+    """The tensor and the file are named."""
     save(tmp_path, random_tensors(llama.Llama(CONFIG)), 2)
     index = tmp_path / "model.safetensors.index.json"
     where = json.loads(index.read_text())["weight_map"]
@@ -232,6 +236,7 @@ def test_formats_that_are_not_read(tmp_path, file):
 
 
 def test_several_files_without_an_index(tmp_path):
+    """Which of them belong to the model would be a guess."""
     save(tmp_path, random_tensors(llama.Llama(CONFIG)), 2)
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(ValueError, match="2 safetensors files and no index"):
@@ -272,6 +277,7 @@ def test_plain_architecture(tmp_path):
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 9.0}, {"rope_theta": 7.0}),
 ])
 def test_variants(tmp_path, fields, expected):
+    """Optional fields, absent, null or set."""
     found = architecture(tmp_path, HF | fields)
     assert {name: found[name] for name in expected} == expected
 
@@ -299,7 +305,8 @@ def test_llama3_rope(tmp_path, fields):
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "not supported: RoPE scaling 'linear'"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "not supported: RoPE scaling 'yarn'"),
     ({"torch_dtype": "int8"}, "dtype 'int8' is not supported"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor, original_max_position_embeddings"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+     "lacks low_freq_factor, high_freq_factor, original_max_position_embeddings"),
     ({"rope_scaling": "llama3"}, "must be a JSON object, got 'llama3'"),
     ({"rope_theta": "10000"}, "rope_theta must be a positive number, got '10000'"),
     ({"hidden_size": "16"}, "hidden_size must be a positive whole number, got '16'"),
@@ -324,14 +331,17 @@ def test_missing_fields(tmp_path, missing):
         architecture(tmp_path, HF | dict.fromkeys(missing))
 
 
-@pytest.mark.parametrize("content, message", [("{", "is not JSON"), ("", "is not JSON"), ("[]", "must hold a JSON object, got list"),
-                                              ("null", "must hold a JSON object, got NoneType")])
+@pytest.mark.parametrize("content, message", [
+    ("{", "is not JSON"), ("", "is not JSON"), ("[]", "must hold a JSON object, got list"),
+    ("null", "must hold a JSON object, got NoneType")])
 def test_a_bad_config_file(tmp_path, content, message):
+    """A file that is no JSON object is named."""
     with pytest.raises(ValueError, match=f"config.json {message}"):
         architecture(tmp_path, content)
 
 
 def test_no_config_file(tmp_path):
+    """A folder without the file, and no folder."""
     with pytest.raises(ValueError, match="has no config.json"):
         llama_weights.architecture(tmp_path)
     with pytest.raises(ValueError, match="no checkpoint folder at .*nowhere"):
