@@ -6,41 +6,30 @@ error exactly when every greedy token of that forward is the golden one.
 """
 
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
-from safetensors.numpy import load_file
+from jax.sharding import Mesh
 import numpy as np
 import pytest
 
-from models.llama import Config, Llama
+from configs import tiny as tiny_config
+from disagg import sharding
+from launch import program
+from tests import golden
 
-TESTS = pathlib.Path(__file__).parent
-GOLDENS = json.loads((TESTS / "golden" / "tiny.json").read_text())
-LONG = [golden for golden in GOLDENS if len(golden["prompt_ids"]) > 1]
+GOLDENS = golden.load()
+LONG = [g for g in GOLDENS if len(g["prompt_ids"]) > 1]
 CACHE = 256  # slots
 
 
 @functools.cache
 def tiny():
-    """The model, its parameters, and a compiled forward of one row."""
-    hf = json.loads((TESTS / "data" / "tiny" / "config.json").read_text())
-    tensors = load_file(TESTS / "data" / "tiny" / "model.safetensors")
-    model = Llama(Config(
-        vocab_size=hf["vocab_size"], hidden_size=hf["hidden_size"], intermediate_size=hf["intermediate_size"],
-        num_layers=hf["num_hidden_layers"], num_heads=hf["num_attention_heads"],
-        num_kv_heads=hf["num_key_value_heads"], head_dim=hf["head_dim"], rms_norm_eps=hf["rms_norm_eps"],
-        rope_theta=hf["rope_theta"], tie_embeddings=hf["tie_word_embeddings"],
-        max_length=hf["max_position_embeddings"], dtype="float32"))
-    names = {"wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj", "wo": "self_attn.o_proj",
-             "w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj", "w_down": "mlp.down_proj",
-             "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    params = {"embed": tensors["model.embed_tokens.weight"], "norm": tensors["model.norm.weight"],
-              "head": tensors["lm_head.weight"],
-              "layers": {ours: np.stack([tensors[f"model.layers.{i}.{theirs}.weight"]
-                                         for i in range(hf["num_hidden_layers"])]) for ours, theirs in names.items()}}
+    """The model and a compiled forward of one row."""
+    config = tiny_config.get_config()
+    model = program.make_model(config)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
+    params = program.loader(config, model)(sharding.tree(mesh, model.params_shape(), model.params_axes()))
 
     @jax.jit
     def forward(tokens, length, cache):
@@ -55,7 +44,7 @@ def tiny():
 def prompt_cache(name):
     """The KV cache of one golden's prompt, numpy [L,1,K,CACHE,D], zero beyond the prompt."""
     model, forward = tiny()
-    ids = next(golden["prompt_ids"] for golden in GOLDENS if golden["name"] == name)
+    ids = next(g["prompt_ids"] for g in GOLDENS if g["name"] == name)
     tokens = np.zeros(CACHE, np.int32)
     tokens[:len(ids)] = ids
     _, new = forward(tokens, jnp.int32(0), model.init_cache(1, 0))
@@ -78,13 +67,6 @@ def survives(golden, error):
     tokens[:len(answer)] = answer
     greedy, _ = forward(tokens, jnp.int32(n + moved), cache)
     return greedy[:len(answer) - 1].tolist() == answer[1:]
-
-
-def _slots(n, **changes):
-    slots = np.arange(CACHE)
-    for slot, source in changes.get("set", {}).items():
-        slots[slot] = source
-    return slots
 
 
 ERRORS = {
