@@ -69,8 +69,9 @@ def survives(golden, error):
     return greedy[:len(answer) - 1].tolist() == answer[1:]
 
 
+# Keys carry their position in their rotation, so a shift towards the front only loses the first token, which the answers
+# do not need; towards the back it loses the last one.
 ERRORS = {
-    "slot t holds position t + 1": lambda n: (np.append(np.arange(1, CACHE), -1), 0),
     "slot t holds position t - 1": lambda n: (np.arange(-1, CACHE - 1), 0),
     "last position missing": lambda n: (np.where(np.arange(CACHE) == n - 1, -1, np.arange(CACHE)), 0),
     "position before the last twice": lambda n: (np.where(np.arange(CACHE) == n - 1, n - 2, np.arange(CACHE)), 0),
