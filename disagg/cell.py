@@ -32,10 +32,10 @@ class Limits:
     top: int
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name not in ("buckets", "top") and value < 1:
-                raise ValueError(f"{field.name} must be at least 1, got {value}")
+        for name, value in {"cache_length": self.cache_length, "decode.slots": self.slots, "decode.steps": self.steps,
+                            "prefill.ahead": self.prefill_ahead, "decode.ahead": self.decode_ahead}.items():
+            if value < 1:
+                raise ValueError(f"config.{name} must be at least 1, got {value}")
         if list(self.buckets) != sorted(set(self.buckets)) or not self.buckets or self.buckets[0] < 1:
             raise ValueError(f"config.buckets must be ascending and positive, got {self.buckets}")
         if self.cache_length % self.buckets[-1]:

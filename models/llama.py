@@ -237,6 +237,9 @@ class Llama:
             return x, KV(k, v)
 
         x, new = jax.lax.scan(layer, params["embed"][tokens], (params["layers"], *cache))
+        # A request that overflows must not leave an inf or NaN where a later request of its slot masks the position
+        # (0 * NaN is NaN), so no cache ever holds one.
+        new = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), a, 0), new)
         return rms_norm(x, params["norm"], c.rms_norm_eps), new
 
     def logits(self, params, x):

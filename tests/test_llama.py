@@ -254,3 +254,14 @@ def test_config_is_frozen_and_knows_its_fields():
         llama.Config(**json.loads(json.dumps(dataclasses.asdict(CONFIG))), num_layer=3)
     with pytest.raises(dataclasses.FrozenInstanceError):
         CONFIG.num_layers = 3
+
+
+def test_the_cache_stays_finite():
+    """A model whose projections overflow hands out no inf or NaN for the cache: a slot's next request must not meet one."""
+    model = llama.Llama(llama.Config(vocab_size=16, hidden_size=16, intermediate_size=16, num_layers=2, num_heads=2,
+                                     num_kv_heads=1, head_dim=8, max_length=32, dtype="float16"))
+    params = model.init(jax.random.key(0))
+    params["layers"]["wk"] = params["layers"]["wk"] * 1e30
+    params["layers"]["wv"] = params["layers"]["wv"] * 6e4
+    _, new = model.forward(params, jnp.ones((1, 4), jnp.int32), jnp.zeros(1, jnp.int32), model.init_cache(1, 8))
+    assert all(bool(jnp.isfinite(a).all()) for a in new)
