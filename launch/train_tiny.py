@@ -14,6 +14,7 @@ A few fixed questions have fixed answers, so that the model is also pleasant to 
 """
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -29,6 +30,7 @@ import safetensors.numpy
 import sentencepiece
 
 from models.llama import Config, Llama
+from models.llama_weights import TENSORS
 
 _OUTPUT = flags.DEFINE_string("output", "tests/data/tiny", "Directory to write the model to.")
 _STEPS = flags.DEFINE_integer("steps", 1600, "Training steps.")
@@ -288,17 +290,12 @@ def train(batches, steps, learning_rate, seed):
 def export(params, tokenizer, directory):
     """Write the model as Hugging Face Llama files."""
     os.makedirs(directory, exist_ok=True)
-    names = {"wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj", "wo": "self_attn.o_proj",
-             "w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj", "w_down": "mlp.down_proj",
-             "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    tensors = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["norm"],
-               "lm_head.weight": params["head"]}
-    for name, stacked in params["layers"].items():
-        for i, weight in enumerate(stacked):
-            tensors[f"model.layers.{i}.{names[name]}.weight"] = weight
-    tensors = {name: np.asarray(tensor) for name, tensor in sorted(tensors.items())}
+    tensors = {}
+    for path, name in TENSORS.items():
+        value = np.asarray(functools.reduce(lambda tree, key: tree[key], path, params))
+        tensors |= {name.format(i): layer for i, layer in enumerate(value)} if "{}" in name else {name: value}
     with open(os.path.join(directory, "model.safetensors"), "wb") as f:
-        f.write(safetensors.numpy.save(tensors, metadata={"format": "pt"}))
+        f.write(safetensors.numpy.save(dict(sorted(tensors.items())), metadata={"format": "pt"}))
 
     ids = {"bos_token_id": BOS, "eos_token_id": EOS}
     write_json(directory, "config.json", {
