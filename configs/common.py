@@ -58,7 +58,7 @@ def get_config():
     c.control.start_s = 300.0     # limit for joining, loading and compiling
 
     c.transfer = ml_collections.ConfigDict()
-    c.transfer.address = "127.0.0.1"  # this host's address for the transfer sockets
+    c.transfer.address = ""       # this host's address for the transfer sockets; '': the one towards the coordinator
     c.transfer.port = 0           # first port of the transfer server, plus the process id; 0: a free one
     c.transfer.streams = 2        # sockets of one connection
 

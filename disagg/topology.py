@@ -91,10 +91,11 @@ def start(config, *, coordinator, num_processes, process, cpu_devices):
             return  # jax has found no cluster: one process alone
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         # An explicit port: with port 0 the sender publishes 0 and the receiver waits for ever.
-        transfer = config.transfer
-        port = transfer.port + distributed.global_state.process_id if transfer.port else free_port(transfer.address)
-        jax.config.update("jax_cross_host_transfer_socket_address", f"{transfer.address}:{port}")
-        jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{transfer.address}:0"] * transfer.streams))
+        transfer, state = config.transfer, distributed.global_state
+        address = transfer.address or _address_towards(coordinator or state.coordinator_address)
+        port = transfer.port + state.process_id if transfer.port else free_port(address)
+        jax.config.update("jax_cross_host_transfer_socket_address", f"{address}:{port}")
+        jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{address}:0"] * transfer.streams))
         jax.devices()
 
 
@@ -123,6 +124,13 @@ def free_port(host="127.0.0.1"):
     with socket.socket() as s:
         s.bind((host, 0))
         return s.getsockname()[1]
+
+
+def _address_towards(coordinator):
+    """This host's address on the way to the coordinator, by which the other hosts reach it, too."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((coordinator.rpartition(":")[0], 1))  # of a datagram socket: nothing is sent
+        return s.getsockname()[0]
 
 
 def _check_free(address):
