@@ -70,12 +70,12 @@ FOUR = {
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return run_group(tmp_path_factory.mktemp("two"), TWO, processes=2, devices=4, seconds=300)
+    return run_group(tmp_path_factory.mktemp("two"), TWO, processes=2, devices=4, seconds=500)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return run_group(tmp_path_factory.mktemp("four"), FOUR, processes=4, devices=4, seconds=300)
+    return run_group(tmp_path_factory.mktemp("four"), FOUR, processes=4, devices=4, seconds=500)
 
 
 def check_goldens(answers):

@@ -19,7 +19,7 @@ def requests(count, tokens=40):
     return [{"prompt": [1, *range(10 + i, 40 + i)], "max_tokens": tokens, "temperature": 0, "ignore_eos": True} for i in range(count)]
 
 
-def run(folder, config, *, processes, faults, count=12, tokens=40, seconds=90):
+def run(folder, config, *, processes, faults, count=12, tokens=40, seconds=180):
     case = {"name": "case", "config": config, "requests": requests(count, tokens), "faults": faults}
     with cluster.job(folder, [case], processes=processes, devices=1) as job:
         codes = job.wait(seconds)

@@ -24,7 +24,7 @@ BAD = [b"", b"nonsense", b"[1]", b'{"prompt": "caf\xe9"}', b'{"prompt": ""}', b'
        b'{"prompt": "x", "max_token": 3}', b'{"prompt": "x", "max_tokens": 10000}', b'{"prompt": [99999]}']
 
 
-def launch(program, *arguments, seconds=90, **popen):
+def launch(program, *arguments, seconds=180, **popen):
     """Run a program of the checkout to its end; -> (exit code, standard output, standard error)."""
     process = start(program, *arguments, **popen)
     try:
