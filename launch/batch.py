@@ -1,5 +1,6 @@
 """Batch mode: a file of requests in, a file of answers out, one line each, in order."""
 
+import contextlib
 import json
 import queue
 import sys
@@ -61,6 +62,8 @@ class Batch:
                 try:
                     print(json.dumps(answer, ensure_ascii=False), file=self._output, flush=True)
                 except OSError as e:
+                    with contextlib.suppress(OSError):  # what is still buffered cannot be written either
+                        self._output.close()
                     raise OSError(e.errno, f"cannot write --output={self._output_path} ({written} of {waiting} answers "
                                   f"are written): {e.strerror}") from None
                 written += 1
