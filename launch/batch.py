@@ -62,8 +62,9 @@ class Batch:
                 try:
                     print(json.dumps(answer, ensure_ascii=False), file=self._output, flush=True)
                 except OSError as e:
-                    with contextlib.suppress(OSError):  # what is still buffered cannot be written either
-                        self._output.close()
+                    if self._output is not sys.stdout:
+                        with contextlib.suppress(OSError):  # what is still buffered cannot be written either
+                            self._output.close()
                     raise OSError(e.errno, f"cannot write --output={self._output_path} ({written} of {waiting} answers "
                                   f"are written): {e.strerror}") from None
                 written += 1

@@ -4,6 +4,7 @@
       --coordinator_address=10.0.0.2:8476 --num_processes=2 --process_id=0
 """
 
+import contextlib
 import functools
 import os
 import sys
@@ -41,7 +42,8 @@ def run(argv):
         logging.error("%s", error)
         if not flags.PROCESS_ID.value:
             time.sleep(0.5)  # process 0 holds the coordination service: it leaves last
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # a full disk or a closed pipe has been reported
+        sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if error else 0)  # jax's own exit waits for every process, also for dead ones
 
