@@ -154,7 +154,7 @@ def _first_error(control, start_s):
 
 def load_engines(model, topology, limits, load):
     """The engines of this process: (PrefillEngine or None, DecodeEngine or None)."""
-    engines, params = [], {}
+    params = {}
     for engine in (topology.my_prefill, topology.my_decode):
         if engine is not None and engine.mesh not in params:  # an interleaved engine is both on one mesh
             shardings = sharding.tree(engine.mesh, model.params_shape(), model.params_axes())

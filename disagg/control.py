@@ -38,9 +38,9 @@ class Control:
         now = self._looked = time.monotonic()
         if process == 0:
             self._members = {q: _Member(now) for q in range(1, num_processes)}
-            self._readers = [threading.Thread(target=self._read, args=(q,), daemon=True, name=f"reports of {q}")
-                             for q in self._members]
-            for t in self._readers:
+            readers = [threading.Thread(target=self._read, args=(q,), daemon=True, name=f"reports of {q}")
+                       for q in self._members]
+            for t in readers:
                 t.start()
         else:
             self._sender = threading.Thread(target=self._send, daemon=True, name="reports")

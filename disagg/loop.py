@@ -13,7 +13,7 @@ The operations, JSON lists:
 
 The reports:
   ["computed", number]  ["first", number, request, token, best]   from a prefill engine's leader
-  ["arrived", number, error, token, seconds]                      from every process of the receiving engine
+  ["arrived", number, error, token]                               from every process of the receiving engine
   ["tokens", d, rows, bests]                                      from a decode engine's leader
   ["broken", role, index, why]                                    an engine's computation failed
   ["out_of_step", why]                                            a transfer brought what another one should have

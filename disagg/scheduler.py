@@ -44,7 +44,6 @@ class _Sequence:
     first: int | None = None  # the first token as the decode engine received it
     held: list = dataclasses.field(default_factory=list)  # later tokens, reported before the first one
     planned: int = 0       # decode steps planned since activation
-    active: bool = False
     chunks: collections.deque = dataclasses.field(default_factory=collections.deque)  # not written yet
 
 
@@ -60,7 +59,6 @@ class _Decode:
         self.free = list(range(slots))
         self.active = {}                        # slot -> sequence
         self.steps = collections.deque()        # of each call not reported yet: who was in which slot
-        self.calls = 0
 
 
 class Scheduler:
@@ -238,12 +236,11 @@ class Scheduler:
         while s.chunks and not s.chunks[0].waiting:
             chunk = s.chunks.popleft()
             del self._chunks[chunk.number]
-            start = None
+            activation = None
             if chunk.last:
-                s.active = True
                 self._decode[s.d].active[s.slot] = s
-                start = [len(s.request.tokens), s.request.max_tokens - 1, list(s.request.stop_ids), s.request.sampler]
-            ops.append(["write", s.d, chunk.number, s.slot, chunk.start, start])
+                activation = [len(s.request.tokens), s.request.max_tokens - 1, list(s.request.stop_ids), s.request.sampler]
+            ops.append(["write", s.d, chunk.number, s.slot, chunk.start, activation])
         return ops
 
     # Ends.
