@@ -99,12 +99,10 @@ class Route:
             received = jax.device_put(self._operand(self.calls[0], bucket, chunk), self._target(self.calls[0]))
             return [received] if self._receives(self.calls[0]) else None
         pieces = []
+        cut = chunk is not None and self._cut
+        sources = [self._split(chunk, part) if cut else chunk for part in range(self.parts)]
         for call in self.calls:
-            if chunk is not None and self._cut:
-                operand = self._operand(call, bucket, self._split(chunk, call.part))
-            else:
-                operand = self._operand(call, bucket, chunk)
-            out = jax.device_put(operand, self._target(call))
+            out = jax.device_put(self._operand(call, bucket, sources[call.part]), self._target(call))
             if self._receives(call):
                 pieces.append((call.part, out))
         return self._assemble(bucket, pieces) if pieces else None
