@@ -41,6 +41,7 @@ def get_config():
     c.cache_length = 2048         # positions a slot holds: prompt and new tokens together
     c.chunk = 512                 # prompt tokens of one prefill call; divides cache_length
     c.buckets = (64, 128, 256, 512)  # lengths that a chunk is padded to; the last one is the chunk
+    c.reads = (512,)              # lengths of the cache, below all of it, that attention may read: the least that will do
 
     c.prefill = role(ahead=2)     # ahead: chunks a prefill engine may have computed or sent that have not arrived
     c.decode = role(slots=8, steps=4, ahead=2)

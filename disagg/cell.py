@@ -25,6 +25,7 @@ class Limits:
 
     cache_length: int
     buckets: tuple[int, ...]
+    reads: tuple[int, ...]
     slots: int
     steps: int
     prefill_ahead: int
@@ -38,6 +39,8 @@ class Limits:
                 raise ValueError(f"config.{name} must be at least 1, got {value}")
         if list(self.buckets) != sorted(set(self.buckets)) or not self.buckets or self.buckets[0] < 1:
             raise ValueError(f"config.buckets must be ascending and positive, got {self.buckets}")
+        if list(self.reads) != sorted(set(self.reads)) or self.reads[0] < 1:
+            raise ValueError(f"config.reads must be ascending and positive, got {self.reads[:-1]}")
         if self.cache_length % self.buckets[-1]:
             # Else a padded chunk could reach over the cache's end, where the write would be shifted in silence.
             raise ValueError(f"config.cache_length ({self.cache_length}) must be a multiple of config.chunk ({self.buckets[-1]})")
@@ -51,7 +54,8 @@ class Limits:
             raise ValueError(f"config.cache_length ({config.cache_length}) is over the model's max_length ({model_length})")
         if config.top_logits < 0:
             raise ValueError(f"config.top_logits must not be negative, got {config.top_logits}")
-        return cls(config.cache_length, tuple(config.buckets), config.decode.slots, config.decode.steps,
+        reads = (*(n for n in config.reads if n < config.cache_length), config.cache_length)
+        return cls(config.cache_length, tuple(config.buckets), reads, config.decode.slots, config.decode.steps,
                    config.prefill.ahead, config.decode.ahead, config.top_logits)
 
 
@@ -95,7 +99,7 @@ def _lead(config, model, topology, limits, control, loop, front):
     """Process 0: the leader and the front end in threads of their own, beside the loop."""
     scheduler = Scheduler(prefill=[e.processes for e in topology.prefill], decode=[e.processes for e in topology.decode],
                           interleaved=topology.mode == "interleaved", slots=limits.slots, buckets=limits.buckets,
-                          steps=limits.steps, prefill_ahead=limits.prefill_ahead, decode_ahead=limits.decode_ahead)
+                          reads=limits.reads, steps=limits.steps, prefill_ahead=limits.prefill_ahead, decode_ahead=limits.decode_ahead)
     leader = Leader(control, scheduler, Stages(model, topology, limits.buckets), deadline_s=config.control.deadline_s,
                     stall_s=config.control.stall_s)
     leader.start()
@@ -154,10 +158,15 @@ def _first_error(control, start_s):
 
 def load_engines(model, topology, limits, load):
     """The engines of this process: (PrefillEngine or None, DecodeEngine or None)."""
+    for engine in (*topology.prefill, *topology.decode):
+        how = sharding.describe(engine.mesh, model.config.num_kv_heads, engine.role, limits.slots, limits.buckets)
+        if topology.process == 0:
+            logging.info("%s: %s", engine.name, how)
     params = {}
     for engine in (topology.my_prefill, topology.my_decode):
         if engine is not None and engine.mesh not in params:  # an interleaved engine is both on one mesh
-            shardings = sharding.tree(engine.mesh, model.params_shape(), model.params_axes())
+            mesh = sharding.attention_mesh(engine.mesh, model.config.num_kv_heads)
+            shardings = sharding.tree(mesh, model.params_shape(), model.params_axes())
             started = time.monotonic()
             params[engine.mesh] = jax.block_until_ready(load(shardings))
             logging.info("weights on %s in %.1f s", engine.name, time.monotonic() - started)
@@ -185,8 +194,9 @@ def _warm_up(model, topology, limits, prefill, decode):
     """Compile every program that serving uses, by running it."""
     greedy = sampling.pack(0, 0.0, 0, 1.0)
     for bucket in limits.buckets:
-        if prefill:
-            jax.block_until_ready(prefill.run([0] * bucket, 0, True, greedy, 0, 0))
+        for read in (0, *limits.reads):
+            if prefill:
+                jax.block_until_ready(prefill.run([0] * bucket, 0, read, read == 0, greedy, 0, 0))
         if decode:
             shapes = chunk_shape(model, bucket)
             chunk = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
@@ -195,4 +205,5 @@ def _warm_up(model, topology, limits, prefill, decode):
     if decode:
         decode.activate(chunk, 0, 1, 0, [], greedy)
         decode.free(0)
-        jax.block_until_ready(decode.run())
+        for read in limits.reads:
+            jax.block_until_ready(decode.run(read))

@@ -38,11 +38,13 @@ def init_state(model, slots, length):
 
 
 def write_chunk(state, k, v, slot, start):
-    """Put a chunk's k, v [L,K,C,D] at position `start` of a reserved slot; start + C must not pass the cache's end.
+    """Put a chunk's k, v [L,K*C,D] at position `start` of a reserved slot; start + C must not pass the cache's end.
 
     dynamic_update_slice into the donated cache; an indexed `.at[:, slot].set` would gather a sharded cache.
     """
-    put = lambda cache, new: jax.lax.dynamic_update_slice(cache, new[:, None], (0, slot, 0, start, 0))
+    def put(cache, new):
+        L, _, K, _, D = cache.shape
+        return jax.lax.dynamic_update_slice(cache, new.reshape(L, 1, K, -1, D), (0, slot, 0, start, 0))
     return state._replace(cache=type(state.cache)(put(state.cache.k, k), put(state.cache.v, v)))
 
 
@@ -63,14 +65,15 @@ def free(state, slot):
     return state._replace(left=state.left.at[slot].set(0))
 
 
-def decode_step(model, top, params, state):
-    """One token for every active slot.
+def decode_step(model, on_shards, top, params, state, read):
+    """One token for every active slot; none of them has more than `read` positions in the cache.
 
     -> state and, for each slot, the token made (int32 [B], -1 where inactive) and its `top` best candidates: ids and
     scores [B,top].
     """
     active = state.left > 0
-    x, new = model.forward(params, state.token[:, None], jnp.where(active, state.position, 0), state.cache)
+    x, new = model.forward(params, state.token[:, None], jnp.where(active, state.position, 0), state.cache,
+                           read=read, on_shards=on_shards)
     # One copy-free scatter for all layers. Inactive slots write past the end, where mode="drop" drops it: a slot that
     # is being filled must not be touched.
     L, B, K, T, _ = state.cache.k.shape
@@ -84,13 +87,14 @@ def decode_step(model, top, params, state):
     return state, (jnp.where(active, token, -1), *sampling.best(scores, top))
 
 
-def decode_steps(model, top, steps, params, state):
+def decode_steps(model, on_shards, top, steps, params, state, read):
     """`steps` decode steps in one program; outputs have a leading axis [steps].
 
-    Unrolled: around the loop over layers a second loop makes XLA for TPU forget the layout in which a weight is stored,
-    and copy it into another one first (Llama-2 7B on 8 devices: all of w_down).
+    Unrolled where the layers are a loop: around that a second loop makes XLA for TPU forget the layout in which a weight
+    is stored, and copy it into another one first (Llama-2 7B on 8 devices: all of w_down).
     """
-    return jax.lax.scan(lambda s, _: decode_step(model, top, params, s), state, length=steps, unroll=True)
+    return jax.lax.scan(lambda s, _: decode_step(model, on_shards, top, params, s, read), state, length=steps,
+                        unroll=model.config.scan_layers)
 
 
 class Programs(NamedTuple):
@@ -104,15 +108,16 @@ class Programs(NamedTuple):
 
 
 def programs(model, mesh, *, slots, cache_length, steps, top):
-    cache = sharding.tree(mesh, model.cache_shape(slots, cache_length), model.cache_axes())
+    split = sharding.attention_mesh(mesh, model.config.num_kv_heads)
+    cache = sharding.tree(split, model.cache_shape(slots, cache_length), model.cache_axes(), sharding.DECODE)
     whole = sharding.replicated(mesh)
     shardings = State(cache, whole, whole, whole, whole, sampling.Sampling(*[whole] * 4))
     jit = functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
     return Programs(
         init=jax.jit(functools.partial(init_state, model, slots, cache_length), out_shardings=shardings),
         write=jit(write_chunk), activate=jit(activate), free=jit(free),
-        steps=jax.jit(functools.partial(decode_steps, model, top, steps), donate_argnums=1,
-                      out_shardings=(shardings, whole)))
+        steps=jax.jit(functools.partial(decode_steps, model, sharding.on_shards(split, sharding.DECODE), top, steps),
+                      donate_argnums=1, static_argnames="read", out_shardings=(shardings, whole)))
 
 
 class DecodeEngine:
@@ -136,7 +141,11 @@ class DecodeEngine:
     def free(self, slot):
         self._state = self._programs.free(self._state, np.int32(slot))
 
-    def run(self):
-        """Dispatch the compiled number of steps -> tokens [steps,B], ids and scores [steps,B,top], on the devices."""
-        self._state, out = self._programs.steps(self._params, self._state)
+    def run(self, read):
+        """Dispatch the compiled number of steps -> tokens [steps,B], ids and scores [steps,B,top], on the devices.
+
+        read: how much of the cache is read, at least what any active slot has before the last step; for each value a
+        program is compiled.
+        """
+        self._state, out = self._programs.steps(self._params, self._state, read=read)
         return out

@@ -1,11 +1,12 @@
 """What every process does: read a plan, execute its operations that concern it, report.
 
 The operations, JSON lists:
-  ["prefill", p, number, request, tokens, start, last, sampler]   compute one chunk on prefill engine p
+  ["prefill", p, number, request, tokens, start, read, last, sampler]   compute one chunk on prefill engine p, which reads
+                                                                  so many positions of its cache
   ["transfer", number, p, d, bucket, request]                     send it to decode engine d: every process issues this
   ["write", d, number, slot, start, activation]                   put it into a reserved slot; activation is null, or, with
                                                                   the last chunk, [position, left, stop ids, sampler]
-  ["decode", d]                                                   one call of decode steps
+  ["decode", d, read]                                             one call of decode steps, which read so many positions
   ["free", d, slot]                                               end a slot before its limit
   ["discard", number]                                             forget a chunk that will not be written
   ["drop", role, index, why]                                      the engine is dead: its processes leave
@@ -89,10 +90,10 @@ class Loop:
 
     # Operations.
 
-    def op_prefill(self, p, number, request, tokens, start, last, sampler):
+    def op_prefill(self, p, number, request, tokens, start, read, last, sampler):
         if p != self._p:
             return
-        chunk, best = self._prefill.run(tokens, start, last, sampling.pack(*sampler), number, request)
+        chunk, best = self._prefill.run(tokens, start, read, last, sampling.pack(*sampler), number, request)
         self._chunks[number] = chunk
         if self._leads_prefill:
             what = ("first", number, request) if last else ("computed", number)
@@ -118,9 +119,9 @@ class Loop:
             position, left, stops, sampler = activation
             self._decode.activate(chunk, slot, position, left, stops, sampling.pack(*sampler))
 
-    def op_decode(self, d):
+    def op_decode(self, d, read):
         if d == self._d:
-            out = self._decode.run()
+            out = self._decode.run(read)
             if self._leads_decode:
                 self._results.put((("tokens", d), _to_host(*out)))
 

@@ -62,12 +62,13 @@ class _Decode:
 
 
 class Scheduler:
-    def __init__(self, *, prefill, decode, interleaved, slots, buckets, steps, prefill_ahead, decode_ahead):
-        """prefill, decode: the process ids of each engine. buckets: ascending, the last is the chunk size. steps: decode
-        steps a call. prefill_ahead, decode_ahead: chunks and calls an engine may have planned that are not reported."""
+    def __init__(self, *, prefill, decode, interleaved, slots, buckets, reads, steps, prefill_ahead, decode_ahead):
+        """prefill, decode: the process ids of each engine. buckets: ascending, the last is the chunk size. reads: lengths of
+        the cache that calls are compiled to read, ascending, the last is all of it. steps: decode steps a call. prefill_ahead, decode_ahead: chunks and calls an engine may have planned that are not reported."""
         self._prefill = [_Prefill(p) for p in prefill]
         self._decode = [_Decode(p, slots) for p in decode]
         self._interleaved, self._buckets, self._chunk = interleaved, buckets, buckets[-1]
+        self._reads = reads
         self._steps, self._prefill_ahead, self._decode_ahead = steps, prefill_ahead, decode_ahead
         self._queue = collections.deque()
         self._running = {}                      # request id -> _Sequence
@@ -186,13 +187,24 @@ class Scheduler:
         for s in list(self._running.values()):
             ops += self._write_ops(s)
         for d, engine in enumerate(self._decode):
-            if engine.alive and len(engine.steps) < self._decode_ahead and any(
-                    s.planned < s.request.max_tokens - 1 for s in engine.active.values()):
-                for s in engine.active.values():
-                    s.planned += self._steps
-                engine.steps.append(dict(engine.active))
-                ops.append(["decode", d])
+            if engine.alive and len(engine.steps) < self._decode_ahead:
+                ops += self._decode_ops(d, engine)
         return ops
+
+    def _decode_ops(self, d, engine):
+        """One call of decode steps, if a sequence needs it. The last step finds in the cache, of each sequence, its prompt
+        and a token for every step before it."""
+        lengths = [len(s.request.tokens) + min(s.planned + self._steps, s.request.max_tokens - 1) - 1
+                   for s in engine.active.values() if s.planned < s.request.max_tokens - 1]
+        if not lengths:
+            return []
+        for s in engine.active.values():
+            s.planned += self._steps
+        engine.steps.append(dict(engine.active))
+        return [["decode", d, self._read(max(lengths))]]
+
+    def _read(self, positions):
+        return next(n for n in self._reads if n >= positions)
 
     def _admit(self):
         while self._queue:
@@ -222,7 +234,8 @@ class Scheduler:
         if last:
             engine.current = None
         engine.in_flight += 1
-        ops = [["prefill", p, number, s.request.id, list(part), chunk.start, last, s.request.sampler]]
+        read = self._read(chunk.start) if chunk.start else 0
+        ops = [["prefill", p, number, s.request.id, list(part), chunk.start, read, last, s.request.sampler]]
         if self._interleaved:
             self._computing[number] = p
         else:

@@ -1,18 +1,61 @@
-"""Logical axis -> mesh axis, one table; everything that lives on an engine is laid out by it."""
+"""Logical axis -> mesh axes, one table a role; everything that lives on an engine is laid out by it.
+
+Tensor parallelism: attention by heads, feed-forward by its inner axis, embeddings by vocabulary, over the mesh axis "tp".
+Where the kv heads do not divide over an engine's devices, its mesh gets a second axis: gcd(kv heads, devices) groups over
+"tp", and the devices of a group, "split", share its heads. A decode engine then splits its slots over them, cache and
+attention alike, so nothing is held twice; a prefill engine, whose working cache is one prompt's, holds that cache on all
+of them and splits the chunk's queries. Weights are cut over all devices in either case, save the projections to keys and
+values, which a group holds in full.
+"""
 
 import math
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# Tensor parallelism: attention by heads, feed-forward by its inner axis, embeddings by vocabulary.
-RULES = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp",
-         "embed": None, "layers": None, "batch": None, "length": None, "head_dim": None}
+ALL = ("tp", "split")
+RULES = {"vocab": ALL, "heads": ALL, "mlp": ALL, "kv_heads": "tp", "columns": "tp", "wire": ALL,
+         "batch": None, "rows": None, "new": None, "embed": None, "layers": None, "length": None, "head_dim": None, None: None}
+PREFILL = RULES | {"rows": "split"}
+DECODE = RULES | {"batch": "split"}
+
+
+def attention_mesh(mesh, kv_heads):
+    """The engine's mesh, a flat one, with the axis "split" where kv_heads does not divide over it."""
+    groups = math.gcd(kv_heads, mesh.size)
+    return mesh if groups == mesh.size else Mesh(mesh.devices.reshape(groups, -1), ALL)
+
+
+def describe(mesh, kv_heads, role, slots, buckets):
+    """How the attention of an engine on this flat mesh is split, in words.
+
+    Raises ValueError, with the numbers, where what would be split besides the kv heads does not divide either.
+    """
+    devices, groups = mesh.size, math.gcd(kv_heads, mesh.size)
+    if groups == devices:
+        return f"{kv_heads} kv heads over {devices} devices"
+    share = devices // groups
+    sizes = {"every length in config.buckets": buckets} | ({"config.decode.slots": [slots]} if role == "decode" else {})
+    for field, values in sizes.items():
+        if wrong := [n for n in values if n % share]:
+            raise ValueError(f"{kv_heads} kv heads do not divide over config.{role}.tp={devices} devices; {share} devices would "
+                             f"share each group of heads, for which {field} must be a multiple of {share}, got {wrong[0]}")
+    what = (f"which split the {slots} slots" if role == "decode"
+            else "which split a chunk's queries and each hold the working cache")
+    return f"{kv_heads} kv heads do not divide over {devices} devices: {groups} groups of {share} devices, {what}"
+
+
+def _spec(mesh, axes, rules):
+    def of(name):
+        parts = tuple(a for a in np.atleast_1d(rules[name] or ()) if a in mesh.axis_names)
+        return parts[0] if len(parts) == 1 else parts or None
+    return PartitionSpec(*map(of, axes))
 
 
 def named(mesh, axes, rules=RULES):
     """The NamedSharding of an array whose axes have these logical names. Raises KeyError for a name without a rule."""
-    return NamedSharding(mesh, PartitionSpec(*[rules[name] for name in axes]))
+    return NamedSharding(mesh, _spec(mesh, axes, rules))
 
 
 def replicated(mesh):
@@ -25,11 +68,21 @@ def tree(mesh, shapes, axes, rules=RULES):
     Raises ValueError, naming the array, the axis and both sizes, where the mesh does not divide an axis.
     """
     def leaf(path, shape, names):
-        for size, name in zip(shape.shape, names, strict=True):
-            mesh_axes = rules[name]
+        layout = named(mesh, names, rules)
+        for size, name, mesh_axes in zip(shape.shape, names, layout.spec, strict=True):
             parts = math.prod(mesh.shape[a] for a in ([mesh_axes] if isinstance(mesh_axes, str) else mesh_axes or ()))
             if size % parts:
                 raise ValueError(f"{jax.tree_util.keystr(path)}: axis '{name}' of size {size} does not divide over "
                                  f"mesh axis '{mesh_axes}' of size {parts}")
-        return named(mesh, names, rules)
+        return layout
     return jax.tree_util.tree_map_with_path(leaf, shapes, axes)
+
+
+def on_shards(mesh, rules):
+    """on_shards(function, in_axes, out_axes): the function run by every device on its own shards of arrays with these
+    logical axes. Arrays laid out in another way are moved first: columns cut over all devices become rows of one group's
+    heads by an all-to-all, and back."""
+    def wrap(function, in_axes, out_axes):
+        return jax.shard_map(function, mesh=mesh, in_specs=tuple(_spec(mesh, axes, rules) for axes in in_axes),
+                             out_specs=_spec(mesh, out_axes, rules), check_vma=False)
+    return wrap

@@ -24,7 +24,7 @@ from disagg import prefill, sharding
 class Call:
     """One device_put: position source[i] of the prefill mesh sends to position destination[i] of the decode mesh.
 
-    part: which part of the kv heads goes: with fewer source devices the heads are cut in parts, each resharded over the
+    part: which part of the chunk's rows goes: with fewer source devices the rows are cut in parts, each resharded over the
     whole prefill mesh and sent on its own; with more, the part-th of the pieces that one destination device gets.
     """
 
@@ -81,8 +81,8 @@ class Route:
         self._send_shardings = prefill.chunk_shardings(source.mesh)
         self._receive_shardings = prefill.chunk_shardings(destination.mesh)
         self._handles = {}
-        self._split = jax.jit(self._split_heads, static_argnums=1, out_shardings=self._send_shardings)
-        self._join = jax.jit(self._join_heads, out_shardings=self._receive_shardings)
+        self._split = jax.jit(self._split_rows, static_argnums=1, out_shardings=self._send_shardings)
+        self._join = jax.jit(self._join_rows, out_shardings=self._receive_shardings)
 
     @property
     def one_call(self):
@@ -108,7 +108,7 @@ class Route:
         return self._assemble(bucket, pieces) if pieces else None
 
     def join(self, parts):
-        """A received chunk from the list that `issue` gave, on the decode mesh: [L,K,C,D] with the heads in order."""
+        """A received chunk from the list that `issue` gave, on the decode mesh: [L,K*C,D] with the rows in order."""
         return parts[0] if len(parts) == 1 else self._join(parts)
 
     # The operand of a call on this process: data, a handle, or a bystander's tiny handle.
@@ -124,14 +124,14 @@ class Route:
                 self._handles[key] = jax.tree.map(lambda s, sh: _handle(s.shape, s.dtype, sh), shapes,
                                                   prefill.chunk_shardings(mesh))
             else:
-                self._handles[key] = _handle((mesh.size,), jnp.int32, sharding.named(mesh, ("kv_heads",)))
+                self._handles[key] = _handle((mesh.size,), jnp.int32, sharding.named(mesh, ("wire",)))
         return self._handles[key]
 
     def _target(self, call):
         mesh = self._meshes[call][1]
         if self._receives(call) or self._owns(self._meshes[call][0]):
             return prefill.chunk_shardings(mesh)
-        return sharding.named(mesh, ("kv_heads",))
+        return sharding.named(mesh, ("wire",))
 
     def _receives(self, call):
         return self._owns(self._meshes[call][1])
@@ -140,11 +140,11 @@ class Route:
         return any(d.process_index == self._process for d in mesh.devices.flat)
 
     def _call_shape(self, call, bucket):
-        """Shapes of what one call moves: the heads of as many devices as it has."""
+        """Shapes of what one call moves: the rows of as many devices as it has."""
         whole = prefill.chunk_shape(self._model, bucket)
         pieces = max(self._source.size, self._destination.size)
-        heads = lambda s: jax.ShapeDtypeStruct((s.shape[0], s.shape[1] // pieces * len(call.source), *s.shape[2:]), s.dtype)
-        return {name: s if name == "ticket" else heads(s) for name, s in whole.items()}
+        rows = lambda s: jax.ShapeDtypeStruct((s.shape[0], s.shape[1] // pieces * len(call.source), *s.shape[2:]), s.dtype)
+        return {name: s if name == "ticket" else rows(s) for name, s in whole.items()}
 
     def _shards(self, chunk, mesh, call, bucket):
         """The chunk's shards on the devices of `mesh` as arrays over it."""
@@ -168,16 +168,16 @@ class Route:
                                                             dtype=shape.dtype)
         return [{name: gather(name, g) for name in whole} for g in range(groups)]
 
-    def _split_heads(self, chunk, part):
+    def _split_rows(self, chunk, part):
         cut = lambda x: x[:, part * x.shape[1] // self.parts:(part + 1) * x.shape[1] // self.parts]
         return {name: x if name == "ticket" else cut(x) for name, x in chunk.items()}
 
-    def _join_heads(self, parts):
-        """Device t's heads are its parts' one after the other: [L, devices, heads each, ...] stacked before the heads."""
+    def _join_rows(self, parts):
+        """Device t's rows are its parts' one after the other: [L, devices, rows each, D] stacked before the rows."""
         def join(*xs):
-            L, heads, *rest = xs[0].shape
+            L, rows, D = xs[0].shape
             b = self._destination.size
-            return jnp.stack([x.reshape(L, b, heads // b, *rest) for x in xs], 2).reshape(L, heads * len(xs), *rest)
+            return jnp.stack([x.reshape(L, b, rows // b, D) for x in xs], 2).reshape(L, rows * len(xs), D)
         return {name: parts[0][name] if name == "ticket" else join(*[p[name] for p in parts]) for name in parts[0]}
 
 

@@ -8,7 +8,6 @@ import sys
 from absl import logging
 
 from disagg import request as request_lib
-from disagg.tokenizer import TextStream
 
 
 class Batch:
@@ -47,7 +46,7 @@ class Batch:
                 continue
             finally:
                 waiting += 1
-            answer = _Answer(index, prepared, TextStream(self._tokenizer, prepared.stop_ids, asked.stop_strings), leader, self._done)
+            answer = _Answer(index, prepared, request_lib.text_stream(asked, prepared, self._tokenizer), leader, self._done)
             leader.submit(prepared, answer)
         return self._write(waiting)
 

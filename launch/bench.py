@@ -1,13 +1,20 @@
 """Benchmarks, each beside what it is measured against in the same run.
 
-  python -m launch.bench loop [--repeats=5] [--json=FILE]
+  python -m launch.bench loop|engine [--repeats=5] [--json=FILE]
+
+engine: one engine on this machine's device, SmolLM2-135M in float32 with random weights, beside Hugging Face transformers in
+a process of its own where that is installed (the extra goldens).
+  memory_bandwidth  GB/s of reading an array
+  decode            tokens/s at a batch size, 128 positions of a cache of 2,048 in use; peer: transformers
+  decode_bandwidth  GB/s of weights and cache in use that these steps read; peer: memory_bandwidth
+  prefill           tokens/s of one prompt, up to its first token; peer: transformers
 
 loop: the cost of the ordered log with 4 processes on this machine (2 prefill and 2 decode engines, the tiny model).
   empty_plans   plans/s that all processes read; peer: keys/s that process 0 alone writes to the key-value store
   decode_plans  plans/s of one decode step while every slot decodes; peer: steps/s of the decode engines' bare program
 
 --json writes a list of {name, params, value, unit, peer, peer_value, ratio}; value and peer_value are medians, ratio is
-value / peer_value.
+value / peer_value. Without a peer the last three are null.
 """
 
 import json
@@ -15,20 +22,24 @@ import statistics
 
 from absl import app, flags
 
-from launch import bench_loop
+from launch import bench_engine, bench_loop
 
 _JSON = flags.DEFINE_string("json", None, "file for the results as JSON")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "measurements of each figure", lower_bound=1)
-BENCHMARKS = {"loop": bench_loop.run}
+BENCHMARKS = {"loop": bench_loop.run, "engine": bench_engine.run}
 
 
 def record(name, params, unit, values, peer, peer_values):
     """One result, with the spread as printed: median (least to largest)."""
-    value, peer_value = statistics.median(values), statistics.median(peer_values)
-    print(f"{name} {params}: {value:.0f} {unit} ({min(values):.0f} to {max(values):.0f}); {peer}: {peer_value:.0f} "
-          f"({min(peer_values):.0f} to {max(peer_values):.0f}); ratio {value / peer_value:.3f}")
-    return {"name": name, "params": params, "value": value, "unit": unit, "peer": peer, "peer_value": peer_value,
-            "ratio": value / peer_value}
+    shown = lambda values: f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
+    value, peer_value, ratio = statistics.median(values), None, None
+    line = f"{name} {', '.join(f'{k} {v}' for k, v in params.items())}: {shown(values)} {unit}"
+    if peer:
+        peer_value = statistics.median(peer_values)
+        ratio = value / peer_value
+        line += f"; {peer}: {shown(peer_values)}; ratio {ratio:.3f}"
+    print(line, flush=True)
+    return {"name": name, "params": params, "value": value, "unit": unit, "peer": peer, "peer_value": peer_value, "ratio": ratio}
 
 
 def main(argv):

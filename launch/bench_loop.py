@@ -102,13 +102,13 @@ def _bare_steps(config, client, topo, repeats):
     engine, rates = None, []
     if topo.my_decode:
         _, engine = cell.load_engines(model, topo, limits, program.loader(config, model))
-        jax.block_until_ready(engine.run())
+        jax.block_until_ready(engine.run(limits.cache_length))
     for r in range(repeats):
         client.wait_at_barrier(f"bare{r}", 60_000)
         if engine:
             started, steps = time.monotonic(), 0
             while time.monotonic() - started < BARE_SECONDS:
-                jax.block_until_ready(engine.run())
+                jax.block_until_ready(engine.run(limits.cache_length))
                 steps += 1
             client.key_value_set(f"bare/{r}/{topo.process}", str(steps / (time.monotonic() - started)))
         client.wait_at_barrier(f"bared{r}", 60_000)

@@ -1,10 +1,12 @@
 """Runs launch.main on this machine, as many processes as the config needs, on CPU devices.
 
   python -m launch.local --config=configs/tiny.py --input=requests.jsonl --output=answers.jsonl
+  python -m launch.local --config=configs/tiny.py --mode=chat
 
 It takes the flags of launch.main, gives every process its number, the address of process 0 and its CPU devices, and
 ends all of them when one fails. Process 0 has the standard input and output; the lines of the others, and all logs,
-come on standard error with the process's number before them.
+come on standard error with the process's number before them. In chat mode process 0 has the standard error and Ctrl-C as
+well; should it not react any more, three Ctrl-C within two seconds or one Ctrl-\\ end everything.
 """
 
 import os
@@ -40,7 +42,10 @@ def main(argv):
     commands = [[sys.executable, "-m", "launch.main", *arguments, f"--coordinator_address=127.0.0.1:{port}",
                  f"--num_processes={num_processes}", f"--process_id={i}", f"--cpu_devices={cpu_devices}"]
                 for i in range(num_processes)]
-    return supervise.run(commands, env={**os.environ, "JAX_PLATFORMS": "cpu"}, keep_going=_KEEP_GOING.value)
+    chat = launch_flags.MODE.value == "chat"
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"} if chat else {}  # XLA's warnings stay out of the conversation
+    return supervise.run(commands, env={**quiet, **os.environ, "JAX_PLATFORMS": "cpu"}, keep_going=_KEEP_GOING.value,
+                         interactive=chat)
 
 
 def _refuse(why):

@@ -3,7 +3,7 @@
 import jax
 
 from disagg import cell
-from disagg.tokenizer import SentencePieceTokenizer
+from disagg import tokenizer as tokenizer_lib
 from disagg.weights import Checkpoint
 from models import llama, llama_weights
 
@@ -11,16 +11,17 @@ from models import llama, llama_weights
 def make_model(config):
     """The model of the config, its unset fields from the checkpoint. Raises ValueError."""
     fields = llama_weights.merge(config.model.to_dict(), config.checkpoint)
-    rows = 8 if jax.default_backend() == "tpu" else 1
-    return llama.Llama(llama.Config(**fields, query_rows=rows))
+    backend = jax.default_backend()
+    return llama.Llama(llama.Config(**fields, query_rows=8 if backend == "tpu" else 1, scan_layers=backend != "cpu"))
 
 
 def loader(config, model):
     """load(shardings) of the config's checkpoint: see weights.Checkpoint.load."""
     tied = model.config.tie_embeddings
+    layers = None if model.config.scan_layers else model.config.num_layers
 
     def load(shardings):
-        checkpoint = Checkpoint(config.checkpoint, llama_weights.tensors(tied), model.params_shape(),
+        checkpoint = Checkpoint(config.checkpoint, llama_weights.tensors(tied, layers), model.params_shape(),
                                 model.config.num_layers, llama_weights.ignored(tied))
         return checkpoint.load(shardings)
     return load
@@ -35,7 +36,7 @@ def serve(config, open_front, topology, *, client, name="cell"):
         model = make_model(config)
         front = None
         if topology.process == 0:
-            tokenizer = SentencePieceTokenizer(config.tokenizer or config.checkpoint, model.config.vocab_size)
+            tokenizer = tokenizer_lib.load(config.tokenizer or config.checkpoint, model.config.vocab_size)
             front = open_front(tokenizer, config.cache_length, model.config.vocab_size)
         return model, loader(config, model), front
 

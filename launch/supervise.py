@@ -18,7 +18,8 @@ import time
 
 _POLL = 0.02  # seconds between two looks at the children
 _PR_SET_PDEATHSIG = 1
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
+_PRESSES, _PRESS_TIME = 3, 2.0  # so many Ctrl-C within so many seconds stop everything
 
 # Loaded here because nothing may be loaded between fork and exec.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -32,14 +33,15 @@ def run(
     failure_grace: float = 2.0,
     linger: float = 30.0,
     keep_going: bool = False,
+    interactive: bool = False,
 ) -> int:
     """Runs every command at once, waits for all of them, returns an exit code.
 
     Process 0 has this program's stdin and stdout. Every line of any process's
     stderr, and of the other processes' stdout, goes to this program's stderr with
-    `[index] ` before it. SIGINT, SIGTERM or SIGHUP to this program ends all the
-    processes; a second one ends them at once. Call it from the main thread, the
-    one that gets signals.
+    `[index] ` before it. SIGINT, SIGQUIT, SIGTERM or SIGHUP to this program ends all
+    the processes; a second one ends them at once. Call it from the main thread,
+    the one that gets signals.
 
     Args:
       commands: the command of each process; its index is the process's number.
@@ -50,6 +52,10 @@ def run(
       linger: seconds that the others may run on after process 0 has ended well.
       keep_going: whether the others go on without a failed process until process
         0 ends.
+      interactive: whether process 0 talks with a person: it has this program's
+        stderr too, and is told of SIGINT, which ends the processes only if it comes
+        three times within two seconds, and of the terminal's size. Ctrl-Z is
+        ignored, since process 0 would go on reading the terminal.
 
     Returns:
       0 if all ended with 0; the exit code of the first that failed, or 128 + the
@@ -58,17 +64,19 @@ def run(
     """
     children: list[subprocess.Popen] = []
     relay = _Relay()
-    with _caught_signals() as caught, _restored_terminal():
+    with _caught_signals(interactive) as (caught, passed), restored_terminal():
         try:
             for i, command in enumerate(commands):
                 try:
-                    children.append(_start(i, command, env))
+                    children.append(_start(i, command, env, interactive and i == 0))
                 except OSError as e:
                     code, message = 127, f"process {i} did not start: {e}"
                     break
                 relay.add(i, children[i])
             else:
-                code, message = _watch(children, relay, caught, grace, failure_grace, linger, keep_going)
+                code, message = _watch(
+                    children, relay, caught, passed, grace, failure_grace, linger, keep_going
+                )
         finally:
             for child in children:
                 if child.returncode is None:
@@ -80,7 +88,9 @@ def run(
     return code
 
 
-def _start(index: int, command: list[str], env: dict[str, str] | None) -> subprocess.Popen:
+def _start(
+    index: int, command: list[str], env: dict[str, str] | None, own_stderr: bool
+) -> subprocess.Popen:
     """Starts one process in a session of its own.
 
     Its own session keeps a terminal's Ctrl-C away from it, so that only the
@@ -98,21 +108,32 @@ def _start(index: int, command: list[str], env: dict[str, str] | None) -> subpro
         env=env,
         stdin=None if index == 0 else subprocess.DEVNULL,
         stdout=None if index == 0 else subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=None if own_stderr else subprocess.PIPE,
         start_new_session=True,
         preexec_fn=die_with_launcher if _LIBC else None,
     )
 
 
-def _watch(children, relay, caught, grace, failure_grace, linger, keep_going) -> tuple[int, str]:
+def _watch(
+    children, relay, caught, passed, grace, failure_grace, linger, keep_going
+) -> tuple[int, str]:
     """Relays output until every child has ended; returns exit code and message."""
     running = dict(enumerate(children))
     failure = None  # index and return code of the first child that failed
     ended: list[int] = []  # the children that were sent SIGTERM
+    presses: list[float] = []  # when SIGINT came for process 0
     term_at = kill_at = math.inf
     while running:
         relay.pump(_POLL)
         now = time.monotonic()
+        while passed:
+            signum = passed.pop(0)
+            if signum == signal.SIGINT:
+                presses = [t for t in presses if now - t < _PRESS_TIME] + [now]
+                if caught or 0 not in running or len(presses) >= _PRESSES:
+                    caught.append(signum)
+            if 0 in running:
+                _signal_group(running[0], signum)
         for i, code in _reap(running):
             if code and not ended and not caught:
                 failure = failure or (i, code)
@@ -253,26 +274,33 @@ def _write(data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _caught_signals():
+def _caught_signals(interactive):
     """Collects the signals that ask this program to stop, instead of stopping.
 
-    A signal that whoever started this program had it ignore (nohup, a shell's
+    Yields them and, apart from them, those that are process 0's to react to. A
+    signal that whoever started this program had it ignore (nohup, a shell's
     background job) stays ignored.
     """
     caught: list[int] = []
-    before = {s: signal.getsignal(s) for s in _STOP_SIGNALS}
-    for signum, handler in before.items():
-        if handler != signal.SIG_IGN:
-            signal.signal(signum, lambda signum, frame: caught.append(signum))
+    passed: list[int] = []
+    lists = dict.fromkeys(_STOP_SIGNALS, caught)
+    if interactive:
+        lists |= dict.fromkeys((signal.SIGINT, signal.SIGWINCH), passed)
+    before = {s: signal.getsignal(s) for s in (*lists, signal.SIGTSTP)}
+    for signum, seen in lists.items():
+        if before[signum] != signal.SIG_IGN:
+            signal.signal(signum, lambda signum, frame, seen=seen: seen.append(signum))
+    if interactive:
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:
-        yield caught
+        yield caught, passed
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
 
 @contextlib.contextmanager
-def _restored_terminal():
+def restored_terminal():
     """Gives stdin's terminal its settings back after process 0.
 
     Process 0 reads the terminal in a line editor's mode, without echo, and may be

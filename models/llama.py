@@ -1,18 +1,20 @@
-"""Llama for inference in Flax NNX: layers stacked and scanned, an explicit KV cache in and out.
+"""Llama for inference in Flax NNX: layers scanned or one after the other, an explicit KV cache in and out.
 
 Axes, the same letters everywhere:
   B batch (slots)   S new tokens of a sequence   T cache length   V vocabulary   E embedding (hidden size)
   L layers          N query heads   K kv heads   G = N / K        D head dim     F feed-forward size
+  R new tokens whose queries a device computes: S, or its part of them where the attention is split by rows
 
 Weights are stored [out, in], as Hugging Face stores them: with wq, wk and wv the other way round XLA transposes
-them in every decode step. The cache is read by the scan over layers and never written inside it; `forward` returns
-the new positions' keys and values, and the caller scatters them into the (donated) cache once, after the scan.
-That is the formulation in which a decode step reads weights and cache once and copies nothing.
+them in every decode step. The cache is read layer by layer and never written meanwhile; `forward` returns the new
+positions' keys and values, and the caller scatters them into the (donated) cache once, after the layers. That is the
+formulation in which a decode step reads weights and cache once and copies nothing.
 
 Architecture: Touvron et al., "Llama 2" (2023); grouped-query attention: Ainslie et al. (2023); RoPE: Su et al. (2021).
 """
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -32,6 +34,8 @@ class Config:
     multi-head models on the matrix unit; 1 pads nothing).
     `rope_type` is "default" or "llama3" (frequencies scaled as in the published Llama 3.1 model code; the three
     rope_* factors and `rope_original_length` belong to it).
+    `scan_layers`: the layers' weights are stacked and scanned, which XLA for TPU and GPU reads in place, or arrays of
+    their own in an unrolled loop: XLA for CPU copies every layer out of a stack before it uses it.
     """
 
     vocab_size: int
@@ -52,6 +56,7 @@ class Config:
     tie_embeddings: bool = False
     dtype: str = "float32"
     query_rows: int = 1
+    scan_layers: bool = True
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -77,6 +82,13 @@ class KV(NamedTuple):
 
 
 KV_AXES = KV(*[("layers", "batch", "kv_heads", "length", "head_dim")] * 2)
+
+# The arguments and the result of `attend`. "columns": N heads of D; "rows": the new tokens that ask; "new": those that
+# are attended to.
+ATTEND_AXES = (("batch", "rows", "columns"), *[("batch", "kv_heads", "new", "head_dim")] * 2,
+               *[("batch", "kv_heads", "length", "head_dim")] * 2, *[("batch", "rows", None, None)] * 2,
+               ("batch", "length"), ("rows", "new"))
+ATTENDED_AXES = ("batch", "rows", "columns")
 
 
 def _param(rngs, shape, axes, dtype, ones=False):
@@ -110,20 +122,21 @@ def rotate(x, cos, sin):
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).astype(x.dtype)
 
 
-def attend(q, k_new, v_new, k_cache, v_cache, visible, query_rows):
-    """Attention of S new tokens over the cache's visible positions and, causally, over themselves.
+def attend(q, k_new, v_new, k_cache, v_cache, cos, sin, visible, causal, *, head_dim, query_rows):
+    """Attention of R new tokens over the cache's visible positions and over the S new tokens.
 
     The new keys and values join the softmax beside the cache because they are written to it only after the layers.
-    q [B,S,N,D]; k_new, v_new [B,K,S,D]; k_cache, v_cache [B,K,T,D]; visible [B,T] bool -> [B,S,N*D].
+    q [B,R,N*D], not rotated yet; k_new, v_new [B,K,S,D]; k_cache, v_cache [B,K,T,D]; cos, sin [B,R,1,D/2];
+    visible [B,T] bool; causal [R,S] bool -> [B,R,N*D].
     """
-    B, S, N, D = q.shape
-    K = k_new.shape[1]
-    rows = S * N // K
-    q = q.reshape(B, S, K, N // K, D).swapaxes(1, 2).reshape(B, K, rows, D)
-    padded = max(rows, query_rows)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
-    position = jnp.arange(padded) * K // N  # which new token a query row belongs to
-    causal = jnp.arange(S) <= position[:, None]
+    B, R, _ = q.shape
+    K, D = k_new.shape[1], head_dim
+    q = rotate(q.reshape(B, R, -1, D), cos, sin)
+    G = q.shape[2] // K
+    q = q.reshape(B, R, K, G, D).swapaxes(1, 2).reshape(B, K, R * G, D)
+    padding = max(0, query_rows - R * G)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    causal = jnp.pad(jnp.repeat(causal, G, 0), ((0, padding), (0, 0)))
 
     def scores(keys, mask):
         s = jnp.einsum("bkrd,bktd->bkrt", q, keys, preferred_element_type=jnp.float32)
@@ -139,8 +152,18 @@ def attend(q, k_new, v_new, k_cache, v_cache, visible, query_rows):
         return jnp.einsum("bkrt,bktd->bkrd", p.astype(values.dtype), values, preferred_element_type=jnp.float32)
 
     out = (mix(p_cache, v_cache) + mix(p_new, v_new)) / total
-    out = out[:, :, :rows].astype(q.dtype)
-    return out.reshape(B, K, S, N // K, D).swapaxes(1, 2).reshape(B, S, N * D)
+    out = out[:, :, :R * G].astype(q.dtype)
+    return out.reshape(B, K, R, G, D).swapaxes(1, 2).reshape(B, R, K * G * D)
+
+
+def whole(function, in_axes, out_axes):
+    """`function` as it is, on whole arrays; see `on_shards` in Llama.forward."""
+    return function
+
+
+def _zero_after(x):
+    """An int32 zero that is known only when x is: what uses it cannot be scheduled before."""
+    return (x.ravel()[0] * 0).astype(jnp.int32)
 
 
 class Block(nnx.Module):
@@ -160,17 +183,18 @@ class Block(nnx.Module):
         self.attention_norm = _param(rngs, (c.hidden_size,), ("embed",), dtype, ones=True)
         self.mlp_norm = _param(rngs, (c.hidden_size,), ("embed",), dtype, ones=True)
 
-    def __call__(self, x, cos, sin, visible, k_cache, v_cache):
-        """x [B,S,E]; caches of this layer [B,K,T,D] -> x [B,S,E] and the new k, v [B,K,S,D]."""
+    def __call__(self, x, cos, sin, attention):
+        """x [B,S,E]; attention(q [B,S,N*D], k, v [B,K,S,D]) -> [B,S,N*D], over this layer's cache too.
+
+        -> x [B,S,E] and the new k, v [B,K,S,D].
+        """
         c = self.config
         B, S, _ = x.shape
         h = rms_norm(x, self.attention_norm[...], c.rms_norm_eps)
-        project = lambda w, heads: jnp.einsum("bse,oe->bso", h, w[...]).reshape(B, S, heads, c.head_dim)
-        q = rotate(project(self.wq, c.num_heads), cos, sin)
-        k = rotate(project(self.wk, c.num_kv_heads), cos, sin).swapaxes(1, 2)
-        v = project(self.wv, c.num_kv_heads).swapaxes(1, 2)
-        out = attend(q, k, v, k_cache, v_cache, visible, c.query_rows)
-        x = x + jnp.einsum("bso,eo->bse", out, self.wo[...])
+        project = lambda w: jnp.einsum("bse,oe->bso", h, w[...])
+        k, v = (project(w).reshape(B, S, c.num_kv_heads, c.head_dim) for w in (self.wk, self.wv))
+        k, v = rotate(k, cos, sin).swapaxes(1, 2), v.swapaxes(1, 2)
+        x = x + jnp.einsum("bso,eo->bse", attention(project(self.wq), k, v), self.wo[...])
         h = rms_norm(x, self.mlp_norm[...], c.rms_norm_eps)
         gate, up = (jnp.einsum("bse,fe->bsf", h, w[...]) for w in (self.w_gate, self.w_up))
         return x + jnp.einsum("bsf,ef->bse", nnx.silu(gate) * up, self.w_down[...]), k, v
@@ -179,7 +203,8 @@ class Block(nnx.Module):
 class Llama:
     """The model as pure functions over a parameter tree; holds no arrays.
 
-    The tree: {"embed" [V,E], "layers": {name: [L, ...]} as in Block, "norm" [E], "head" [V,E] unless tied}.
+    The tree: {"embed" [V,E], "layers", "norm" [E], "head" [V,E] unless tied}; layers: {name: [L, ...]} with the names of
+    Block, or, not scanned, {layer: {name: [...]}}.
     """
 
     def __init__(self, config):
@@ -189,8 +214,9 @@ class Llama:
 
     def params_axes(self):
         """The logical axis names of every parameter, a tree like the parameters with a tuple for each array."""
-        axes = {"embed": ("vocab", "embed"), "norm": ("embed",),
-                "layers": {name: ("layers", *names) for name, names in self._layer_axes.items()}}
+        layers = ({name: ("layers", *names) for name, names in self._layer_axes.items()} if self.config.scan_layers
+                  else {i: dict(self._layer_axes) for i in range(self.config.num_layers)})
+        axes = {"embed": ("vocab", "embed"), "norm": ("embed",), "layers": layers}
         return axes if self.config.tie_embeddings else axes | {"head": ("vocab", "embed")}
 
     def params_shape(self):
@@ -201,7 +227,8 @@ class Llama:
         """Random parameters: normal with variance 1 / fan-in, norms 1."""
         c, dtype = self.config, jnp.dtype(self.config.dtype)
         block_keys, embed_key, head_key = jnp.split(jax.random.split(key, c.num_layers + 2), [c.num_layers, c.num_layers + 1])
-        layers = jax.vmap(lambda k: nnx.to_pure_dict(nnx.state(Block(c, nnx.Rngs(k)))))(block_keys)
+        block = lambda key: nnx.to_pure_dict(nnx.state(Block(c, nnx.Rngs(key))))
+        layers = jax.vmap(block)(block_keys) if c.scan_layers else {i: block(key) for i, key in enumerate(block_keys)}
         table = lambda k: jax.random.normal(k[0], (c.vocab_size, c.hidden_size), dtype) * c.hidden_size ** -0.5
         params = {"embed": table(embed_key), "layers": layers, "norm": jnp.ones(c.hidden_size, dtype)}
         return params if c.tie_embeddings else params | {"head": table(head_key)}
@@ -218,28 +245,46 @@ class Llama:
     def init_cache(self, batch, length):
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.cache_shape(batch, length))
 
-    def forward(self, params, tokens, lengths, cache):
+    def forward(self, params, tokens, lengths, cache, *, read=None, on_shards=whole):
         """Run S new tokens of B sequences, of which `lengths` positions each are already in the cache.
 
         tokens [B,S] int32, lengths [B] int32, cache KV [L,B,K,T,D] -> normed hidden [B,S,E] and the new positions'
         KV [L,B,K,S,D]. Tokens after a sequence's end (padding) do not influence those before them.
+        read: how many of the cache's positions are read, at least the largest of `lengths` (None: all).
+        on_shards(function, in_axes, out_axes): how a function of arrays with these logical axes is run on the devices
+        that hold their shards, each computing its own part; see disagg.sharding.
         """
         c = self.config
-        positions = lengths[:, None] + jnp.arange(tokens.shape[1])
+        S = tokens.shape[1]
+        read = cache.k.shape[3] if read is None else read
+        positions = lengths[:, None] + jnp.arange(S)
         angle = (positions[..., None].astype(jnp.float32) * rope_frequencies(c))[:, :, None]
         cos, sin = jnp.cos(angle), jnp.sin(angle)
-        visible = jnp.arange(cache.k.shape[3]) < lengths[:, None]
+        visible = jnp.arange(read) < lengths[:, None]
+        causal = jnp.tri(S, dtype=bool)
+        mix = on_shards(functools.partial(attend, head_dim=c.head_dim, query_rows=c.query_rows), ATTEND_AXES, ATTENDED_AXES)
 
-        def layer(x, scanned):
-            weights, k_cache, v_cache = scanned
+        def layer(x, weights, number, start):
+            part = lambda side: jax.lax.dynamic_slice(side, (number, 0, 0, start, 0), (1, *side.shape[1:3], read, side.shape[4]))[0]
+            k_cache, v_cache = map(part, cache)
             block = nnx.merge(self._block, nnx.State({name: nnx.Param(w) for name, w in weights.items()}))
-            x, k, v = block(x, cos, sin, visible, k_cache, v_cache)
+            x, k, v = block(x, cos, sin, lambda q, k, v: mix(q, k, v, k_cache, v_cache, cos, sin, visible, causal))
             return x, KV(k, v)
 
-        x, new = jax.lax.scan(layer, params["embed"][tokens], (params["layers"], *cache))
+        x = params["embed"][tokens]
+        if c.scan_layers:
+            x, new = jax.lax.scan(lambda x, scanned: layer(x, *scanned, 0), x, (params["layers"], jnp.arange(c.num_layers)))
+        else:
+            # Nothing of the cache may be taken out early (a copy of it, all layers at once), nor written before the last
+            # layer has read it (again a copy): neither follows from the data by itself.
+            news = []
+            for i in range(c.num_layers):
+                x, one = layer(x, params["layers"][i], i, _zero_after(x))
+                news.append(one)
+            new = jax.tree.map(lambda *layers: jnp.stack(layers), *news)
         # A request that overflows must not leave an inf or NaN where a later request of its slot masks the position
         # (0 * NaN is NaN), so no cache ever holds one.
-        new = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), a, 0), new)
+        new = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), a, _zero_after(x).astype(a.dtype)), new)
         return rms_norm(x, params["norm"], c.rms_norm_eps), new
 
     def logits(self, params, x):

@@ -1,6 +1,7 @@
 """Hugging Face Llama checkpoints: names of tensors -> parameters, and config.json -> architecture, as tables."""
 
 import json
+import math
 import pathlib
 
 # Parameter -> tensor name; {} is the layer's number: those tensors are stacked along the first axis.
@@ -30,11 +31,18 @@ LLAMA3_ROPE = {"rope_factor": "factor", "rope_low_freq_factor": "low_freq_factor
                "rope_original_length": "original_max_position_embeddings"}
 FRACTIONS = ("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor")  # all other fields are whole numbers
 DTYPES = ("float32", "bfloat16", "float16")
+# The only values that this model has, of fields that ask for something else in other files; null is absent.
+ONLY = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_interleaved": False,
+        "partial_rotary_factor": 1, "sliding_window": None, "quantization_config": None}
 
 
-def tensors(tied):
-    """The table for one model."""
-    return {path: name for path, name in TENSORS.items() if not (tied and path == ("head",))}
+def tensors(tied, layers=None):
+    """The table for one model; layers: how many it has where each has parameters of its own, None where they are stacked."""
+    table = {path: name for path, name in TENSORS.items() if not (tied and path == ("head",))}
+    if layers is None:
+        return table
+    return {path: name for path, name in table.items() if path[0] != "layers"} | {
+        ("layers", i, path[1]): name.format(i) for i in range(layers) for path, name in table.items() if path[0] == "layers"}
 
 
 def ignored(tied):
@@ -53,7 +61,7 @@ def architecture(folder):
         raise ValueError(f"{folder} has no config.json")
     try:
         hf = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{file} is not JSON: {e}") from None
     if not isinstance(hf, dict):
         raise ValueError(f"{file} must hold a JSON object, got {type(hf).__name__}")
@@ -61,7 +69,7 @@ def architecture(folder):
     _check_numbers(file, hf, FIELDS.values(), optional=("num_key_value_heads", "head_dim"))
     fields = {ours: hf[theirs] for ours, theirs in FIELDS.items()}
     fields["num_kv_heads"] = hf.get("num_key_value_heads") or hf["num_attention_heads"]
-    fields["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    fields["head_dim"] = _head_dim(file, hf)
     fields["tie_embeddings"] = hf.get("tie_word_embeddings") or False
     if not isinstance(fields["tie_embeddings"], bool):
         raise ValueError(f"{file}: tie_word_embeddings must be true or false, got {fields['tie_embeddings']!r}")
@@ -73,11 +81,17 @@ def architecture(folder):
 
 
 def _refuse_unsupported(file, hf):
-    expected = {"model_type": ("llama",), "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,),
-                "pretraining_tp": (1,), "quantization_config": (None,)}
-    for name, values in expected.items():
-        if name in hf and hf[name] not in values:
-            raise ValueError(f"{file}: not supported: {name}={hf[name]!r} (supported: {', '.join(map(repr, values))})")
+    for name, value in ONLY.items():
+        if hf.get(name) is not None and hf[name] != value:
+            raise ValueError(f"{file}: not supported: {name}={hf[name]!r} (supported: {value!r})")
+
+
+def _head_dim(file, hf):
+    hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
+    if not hf.get("head_dim") and hidden % heads:
+        raise ValueError(f"{file}: without head_dim, hidden_size ({hidden}) must be a multiple of num_attention_heads "
+                         f"({heads})")
+    return hf.get("head_dim") or hidden // heads
 
 
 def _check_numbers(file, fields, required, optional=()):
@@ -88,7 +102,7 @@ def _check_numbers(file, fields, required, optional=()):
     for name in (*required, *optional):
         value, whole = fields.get(name), name not in FRACTIONS
         number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and value > 0):
+        if value is not None and not (number and 0 < value < math.inf):
             raise ValueError(f"{file}: {name} must be a positive {'whole ' if whole else ''}number, got {value!r}")
 
 
@@ -97,12 +111,22 @@ def _rope(file, hf):
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"{file}: RoPE's parameters must be a JSON object, got {rope!r}")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    if hf.get("rope_scaling") not in (None, {}, rope):
+        raise ValueError(f"{file}: rope_parameters {rope!r} and rope_scaling {hf['rope_scaling']!r} differ; expected one of "
+                         "them")
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"{file}: not supported: RoPE's parameters by kind of layer: {rope!r}")
+    _refuse_unsupported(file, rope)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "llama3"):
         raise ValueError(f"{file}: not supported: RoPE scaling {kind!r} (supported: 'default', 'llama3')")
-    rope = {"rope_theta": hf.get("rope_theta", 10000.0)} | rope
+    theta = 10000.0 if hf.get("rope_theta") is None else hf["rope_theta"]
+    rope = {"rope_theta": theta} | {name: value for name, value in rope.items() if value is not None}
     names = {"rope_theta": "rope_theta"} | (LLAMA3_ROPE if kind == "llama3" else {})
     _check_numbers(file, rope, names.values())
+    if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        raise ValueError(f"{file}: low_freq_factor ({rope['low_freq_factor']}) must be below high_freq_factor "
+                         f"({rope['high_freq_factor']})")
     return {"rope_type": kind} | {ours: float(rope[theirs]) if theirs in FRACTIONS else rope[theirs]
                                   for ours, theirs in names.items()}
 

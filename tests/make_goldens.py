@@ -21,6 +21,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from launch.train_tiny import ANSWERS, BOS, EOS, Batches, Writer
+from tests.greedy import greedy
 
 _MODEL = flags.DEFINE_string("model", "tests/data/tiny", "Directory of the tiny model.")
 _GOLDENS = flags.DEFINE_string("goldens", "tests/golden/tiny.json", "File to write.")
@@ -41,27 +42,6 @@ def logits_of(model, ids, hidden=None, position_ids=None):
         visible &= ~hidden
     mask = torch.zeros(size, size).masked_fill(~visible, torch.finfo(torch.float32).min)
     return model(torch.tensor([ids]), attention_mask=mask[None, None], position_ids=position_ids).logits[0]
-
-
-@torch.no_grad()
-def greedy(model, prompt, ignore_eos):
-    """The golden record's fields of up to NEW_TOKENS greedy tokens."""
-    record = {"token_ids": [], "finish_reason": "length", "gaps": [], "top_ids": [], "top_logits": []}
-    cache, ids = None, torch.tensor([prompt])
-    while len(record["token_ids"]) < NEW_TOKENS:
-        out = model(ids, cache=cache, use_cache=True)
-        cache = out.past_key_values
-        top = out.logits[0, -1].topk(5)
-        token = int(top.indices[0])
-        record["token_ids"].append(token)
-        record["gaps"].append(round(float(top.values[0] - top.values[1]), 6))
-        record["top_ids"].append(top.indices.tolist())
-        record["top_logits"].append([round(v, 6) for v in top.values.tolist()])
-        if token == EOS and not ignore_eos:
-            record["finish_reason"] = "stop"
-            break
-        ids = torch.tensor([[token]])
-    return record
 
 
 def cache_errors(model, prompt, answer):
@@ -114,7 +94,7 @@ def main(_):
     goldens = []
 
     def add(name, prompt, prompt_ids, ignore_eos):
-        record = greedy(model, prompt_ids, ignore_eos)
+        record = greedy(model, prompt_ids, () if ignore_eos else (EOS,), NEW_TOKENS)
         goldens.append({"name": name, "prompt": prompt, "prompt_ids": prompt_ids, **record})
         errors = cache_errors(model, prompt_ids, record["token_ids"]) if len(prompt_ids) > 1 else {}
         print(f"{name}: min gap {min(record['gaps']):.2f}, median {np.median(record['gaps']):.2f}, "
@@ -126,7 +106,7 @@ def main(_):
     for length in LENGTHS:
         best = None
         for text, prompt, continuation in itertools.islice(exact_prompts(tokenizer, length), _CANDIDATES.value):
-            answer = greedy(model, prompt, ignore_eos=True)
+            answer = greedy(model, prompt, (), NEW_TOKENS)
             noticed = sum(cache_errors(model, prompt, answer["token_ids"]).values())
             gap = min(answer["gaps"])
             score = gap > 1, answer["token_ids"] == continuation, noticed, gap

@@ -10,6 +10,8 @@ import itertools
 
 from disagg.scheduler import Request, Scheduler
 
+READS = (3, 8, 1000)  # how much of the cache a call may read
+
 
 def request(number, length=5, max_tokens=4, stop_at=None):
     """stop_at: index of the token that is the request's stop id."""
@@ -56,7 +58,7 @@ class Cell:
         self.interleaved, self.buckets, self.steps, self.choose = interleaved, (chunk // 2, chunk), steps, choose
         self.ahead = {"prefill": prefill_ahead, "decode": decode_ahead}
         self.scheduler = Scheduler(prefill=self.prefill, decode=self.decode, interleaved=interleaved, slots=slots,
-                                   buckets=self.buckets, steps=steps, prefill_ahead=prefill_ahead, decode_ahead=decode_ahead)
+                                   buckets=self.buckets, reads=READS, steps=steps, prefill_ahead=prefill_ahead, decode_ahead=decode_ahead)
         self.dead, self.dropped = set(), set()
         self.requests, self.tokens, self.ended = {}, {}, {}   # by request id; ended: how
         self.started, self.sent_to = [], {}
@@ -167,7 +169,7 @@ class Cell:
 
     # Operations.
 
-    def op_prefill(self, p, number, request_id, tokens, start, last, sampler):
+    def op_prefill(self, p, number, request_id, tokens, start, read, last, sampler):
         r = self.requests[request_id]
         assert ("prefill", p) not in self.dropped and number not in self.chunks and request_id not in self.ended
         if start == 0:
@@ -176,6 +178,7 @@ class Cell:
             assert self.at[p] == (request_id, start), "the working cache holds another prompt"
         self.at[p] = request_id, start + len(tokens)
         assert tuple(tokens) == r.tokens[start:start + len(tokens)] and sampler == r.sampler
+        assert read == min(n for n in (0, *READS) if n >= start), "not the least that holds what is in the cache"
         assert last == (start + len(tokens) == len(r.tokens)) and (last or len(tokens) == self.buckets[-1])
         self.chunks[number] = Chunk(p, p if self.interleaved else None, request_id, start, len(tokens), last)
         if self.interleaved:
@@ -217,8 +220,13 @@ class Cell:
             slot.made = 1
             slot.left = 0 if 1000 * r.id in r.stop_ids else r.max_tokens - 1
 
-    def op_decode(self, d):
+    def op_decode(self, d, read):
         assert ("decode", d) not in self.dropped
+        running = [s for s in self.slots[d] if s.left]
+        needed = max((s.filled + s.made - 1 + min(self.steps, s.left) - 1 for s in running), default=0)
+        assert needed <= read in READS, "a step would not see all of its sequence"
+        if running and not any(self.requests[s.request].stop_ids for s in self.slots[d] if s.request is not None):
+            assert read == min(n for n in READS if n >= needed), "more is read than needed"
         rows = [[self._step(slot) for slot in self.slots[d]] for _ in range(self.steps)]
         self.unreported["decode", d] += 1
         if not self.dead.intersection(self.decode[d]):

@@ -67,7 +67,7 @@ def compiled(name):
         programs = prefill.programs(MODEL, mesh(), cache_length=LENGTH, top=TOP)
         cache = programs.init.eval_shape()
         integers = lambda n: jax.ShapeDtypeStruct((n,), jnp.int32)
-        lowered = programs.chunk.lower(params(), cache, integers(CHUNK), number, number, integers(2))
+        lowered = programs.chunk.lower(params(), cache, integers(CHUNK), number, number, integers(2), read=LENGTH)
     else:
         programs = decode_programs(STEPS.get(name, 1))
         state = programs.init.eval_shape()
@@ -76,7 +76,7 @@ def compiled(name):
             chunk = like(prefill.chunk_shape(MODEL, CHUNK), prefill.chunk_shardings(mesh()))
             lowered = programs.write.lower(state, chunk["k"], chunk["v"], number, number)
         else:
-            lowered = programs.steps.lower(params(), state)
+            lowered = programs.steps.lower(params(), state, read=LENGTH)
     result = lowered.compile()
     return result, hlo.Program(result.as_text()), device_bytes(cache)
 
@@ -129,7 +129,7 @@ def test_a_layer_has_two_all_reduces_and_no_other_collective(name):
 def test_a_cache_that_is_not_donated_is_seen():
     """The tests above can fail: without donation the cache is copied, and neither aliased nor updated in place."""
     state = decode_programs().init.eval_shape()
-    step = functools.partial(decode.decode_steps, MODEL, TOP, 1)
+    step = functools.partial(decode.decode_steps, MODEL, sharding.on_shards(mesh(), sharding.DECODE), TOP, 1, read=LENGTH)
     layout = jax.tree.map(lambda s: s.sharding, state)
     program = jax.jit(step, out_shardings=(layout, sharding.replicated(mesh()))).lower(params(), state).compile()
     text, cache = hlo.Program(program.as_text()), device_bytes(state.cache)

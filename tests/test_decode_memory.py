@@ -22,7 +22,7 @@ from models import llama
 
 SLOTS, LENGTH, CHUNK = 4, 8192, 512
 model = llama.Llama(llama.Config(vocab_size=512, hidden_size=128, intermediate_size=384, num_layers=16, num_heads=8,
-                                 num_kv_heads=4, head_dim=64, max_length=LENGTH))
+                                 num_kv_heads=4, head_dim=64, max_length=LENGTH, scan_layers=sys.argv[2] == "scanned"))
 cache_bytes = sum(s.size * s.dtype.itemsize for s in model.cache_shape(SLOTS, LENGTH))
 mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
 params = jax.jit(model.init)(jax.random.key(0))
@@ -43,29 +43,29 @@ def used_engine():
     for slot in range(SLOTS):
         engine.write(chunk, slot, 0)
         engine.activate(chunk, slot, CHUNK, LENGTH - CHUNK, [], sampling.pack(0, 0.0, 0, 1.0))
-    jax.block_until_ready(engine.run())
+    jax.block_until_ready(engine.run(LENGTH))
     return engine
 
 def write():
     engine.write(chunk, 1, CHUNK)
-    return engine.run()  # the last thing that the devices do
+    return engine.run(LENGTH)  # the last thing that the devices do
 
 used_engine()  # once and away, so that the memory of compiling is not counted
 gc.collect()
 weights = status("VmRSS")
 engine = used_engine()
 cached = status("VmRSS")
-figures = {"cache": cache_bytes, "resident": cached, "run": peak(engine.run), "write": peak(write),
+figures = {"cache": cache_bytes, "resident": cached, "run": peak(lambda: engine.run(LENGTH)), "write": peak(write),
            "another": peak(lambda: np.ones(cache_bytes // 4, np.float32))}
 print(json.dumps({name: size if name == "cache" else size - weights for name, size in figures.items()}))
 """
 
 
-@pytest.fixture(scope="module", params=[1, 4], ids=["1 step", "4 steps"])
+@pytest.fixture(scope="module", params=["1 scanned", "4 scanned", "4 unrolled"])
 def above_weights(request):
     """Bytes above the weights in a fresh process: with the cache, and at the peak of a run, of a write and a run, and
     while another array of the cache's size is there."""
-    child = subprocess.run([sys.executable, "-c", CHILD, str(request.param)], cwd=ROOT, capture_output=True, text=True,
+    child = subprocess.run([sys.executable, "-c", CHILD, *request.param.split()], cwd=ROOT, capture_output=True, text=True,
                            timeout=240)
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout.splitlines()[-1])

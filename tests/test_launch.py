@@ -85,7 +85,7 @@ def test_batch_is_equal_in_both_modes(batch):
 @pytest.mark.parametrize("overrides, message", [
     (["--config.checkpoint=/nowhere/at/all"], "no checkpoint folder at /nowhere/at/all"),
     (["--config.tokenizer=setup.cfg"], "setup.cfg is not a SentencePiece model"),
-    (["--config.decode.tp=3"], "of size 3"),
+    (["--config.decode.tp=3"], "4 kv heads do not divide over config.prefill.tp=3 devices"),
     (["--config.model.num_layers=7"], "model.num_layers: config 7, checkpoint"),
     (["--config.cache_length=250"], "config.cache_length (250) must be a multiple of config.chunk (64)"),
     (["--output=/dev/full"], "No space left on device"),

@@ -192,15 +192,42 @@ def test_tensor_parallel(default, devices):
         assert_close(many(tokens, lengths), one(tokens, lengths))
 
 
-def test_heads_that_the_mesh_does_not_divide():
-    """Refused with the axis and both sizes, before anything is loaded."""
-    model = llama.Llama(dataclasses.replace(CONFIG, num_kv_heads=2))
-    mesh = Mesh(np.array(jax.devices()[:4]), ("tp",))
-    with pytest.raises(ValueError, match="axis 'kv_heads' of size 2 does not divide over .* of size 4"):
-        sharding.tree(mesh, model.cache_shape(1, 8), model.cache_axes())
+def test_an_axis_that_the_mesh_does_not_divide():
+    """Refused with the array, the axis and both sizes, before anything is loaded."""
     model = llama.Llama(dataclasses.replace(CONFIG, intermediate_size=46))
+    mesh = Mesh(np.array(jax.devices()[:4]), ("tp",))
     with pytest.raises(ValueError, match=r"\['layers'\]\['w_.*'\]: axis 'mlp' of size 46 does not divide over .* of size 4"):
         sharding.tree(mesh, model.params_shape(), model.params_axes())
+
+
+def test_layers_one_after_the_other_equal_scanned_ones(default):
+    """The same weights as arrays of their own: in one shot and from the cache."""
+    model, params = default
+    loose = llama.Llama(dataclasses.replace(model.config, scan_layers=False))
+    apart = params | {"layers": {i: {name: w[i] for name, w in params["layers"].items()} for i in range(2)}}
+    assert jax.tree.structure(apart) == jax.tree.structure(loose.params_shape())
+    assert_close(one_shot(loose, apart, TOKENS), one_shot(model, params, TOKENS))
+    a, b = Cached(model, params), Cached(loose, apart)
+    for start, stop in ((0, 8), (8, 16), (16, 17)):
+        tokens, lengths = TOKENS[:, start:stop], [start, start]
+        assert_close(b(tokens, lengths), a(tokens, lengths))
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+def test_reading_a_part_of_the_cache(default, scanned):
+    """The part that is in use is enough; what lies beyond it is not looked at."""
+    model = llama.Llama(dataclasses.replace(default[0].config, scan_layers=scanned))
+    params = default[1] if scanned else default[1] | {
+        "layers": {i: {name: w[i] for name, w in default[1]["layers"].items()} for i in range(2)}}
+    cached = Cached(model, params)
+    cached(TOKENS[:, :8], NONE)
+    tokens, lengths = TOKENS[:, 8:9], np.array([8, 8], np.int32)
+    want, _ = model.forward(params, tokens, lengths, cached.cache)
+    poisoned = jax.tree.map(lambda c: c.at[:, :, :, 8:].set(jnp.nan), cached.cache)
+    got, _ = model.forward(params, tokens, lengths, poisoned, read=8)
+    assert_close(got, want)
+    less, _ = model.forward(params, tokens, lengths, cached.cache, read=7)
+    assert np.abs(less - want).max() > 1e-3, "the last position is not needed: the test proves nothing"
 
 
 def test_a_sequence_without_any_visible_position(default):

@@ -8,20 +8,25 @@ import sys
 import pytest
 
 from disagg import decode, request
-from disagg.tokenizer import SentencePieceTokenizer
+from disagg import tokenizer as tokenizer_lib
 from launch.batch import Batch
 
 VOCAB, CACHE = 320, 64
 NAN, INFINITY = float("nan"), float("inf")
 
 
+def one_line(raised):
+    """The error's text, which must be one line of bearable length."""
+    line = str(raised.value)
+    assert line.isprintable() and len(line) < 500
+    return line
+
+
 def problem(**fields):
-    """What parse says of a request with these fields; it must be one line of bearable length."""
+    """What parse says of a request with these fields."""
     with pytest.raises(ValueError) as e:
         request.parse({"prompt": "the"} | fields)
-    line = str(e.value)
-    assert line.isprintable() and len(line) < 400
-    return line
+    return one_line(e)
 
 
 # One bad value a case: the field, the value, and what the line says of them.
@@ -97,7 +102,7 @@ def test_a_misspelt_field():
     assert problem(max_token=3) == "max_token: unknown field (did you mean max_tokens?), got 3"
 
 
-@pytest.mark.parametrize("name", ["a\nb", "x" * 10000, "\u2028", ""])
+@pytest.mark.parametrize("name", ["a\nb", "x" * 10000, "\u2028", "", "list[x", "constrained-str"])
 def test_a_field_with_an_odd_name(name):
     """One short line all the same."""
     assert "unknown field, got 1" in problem(**{name: 1})
@@ -110,9 +115,10 @@ def test_a_missing_prompt():
 
 
 def test_several_problems():
-    """Each is named."""
+    """Each is named, up to a few."""
     line = problem(max_tokens=0, temperature="hot", n=2)
     assert all(f"{field}: " in line for field in ("max_tokens", "temperature", "n"))
+    assert problem(prompt=["the"] * 1000).endswith("; and 996 more")
 
 
 def test_a_huge_value_is_not_repeated():
@@ -131,12 +137,143 @@ def test_good_values():
     assert request.parse({"prompt": "the"}).stop_strings == []
 
 
+# Conversations.
+
+
+def chat_problem(**fields):
+    """What parse says of a chat request with these fields."""
+    with pytest.raises(ValueError) as e:
+        request.parse({"messages": [{"role": "user", "content": "the"}]} | fields)
+    return one_line(e)
+
+
+def message(**fields):
+    return [{"role": "user", "content": "the"} | fields]
+
+
+BAD_CHAT = [
+    ("messages", [], r"at least 1 item .*, got \[\]"),
+    ("messages", None, "valid list, got None"),
+    ("messages", "the", "valid list, got 'the'"),
+    ("messages", {"role": "user", "content": "the"}, "valid list, got {"),
+    ("messages.0", ["the"], "input should be an object, got 'the'"),
+    ("messages.0.role", [{"content": "the"}], "field required$"),
+    ("messages.0.content", [{"role": "user"}], "field required$"),
+    ("messages.0.role", message(role="tool"), "'system', 'user' or 'assistant', got 'tool'"),
+    ("messages.0.role", message(role="User"), "'system', 'user' or 'assistant', got 'User'"),
+    ("messages.0.role", message(role=None), "got None"),
+    ("messages.1.role", message() + message(role=5), "got 5"),
+    ("messages.0.content", message(content=None), "valid string, got None"),
+    ("messages.0.content", message(content=5), "valid string, got 5"),
+    ("messages.0.content", message(content={"type": "text", "text": "the"}), "valid string, got {"),
+    ("messages.0.content", message(content=[]), "at least 1 item"),
+    ("messages.0.content", message(content="\ud800"), "unicode string"),
+    ("messages.0.content.0", message(content=["the"]), "input should be an object, got 'the'"),
+    ("messages.0.content.0.type", message(content=[{"type": "image_url", "text": "x"}]), "'text', got 'image_url'"),
+    ("messages.0.content.0.text", message(content=[{"type": "text"}]), "field required$"),
+    ("messages.0.content.0.text", message(content=[{"type": "text", "text": 5}]), "valid string, got 5"),
+    ("messages.0.name", message(name="Ann"), "unknown field, got 'Ann'"),
+    ("max_tokens", 0, "greater than or equal to 1, got 0"),
+    ("max_tokens", "2", "valid integer, got '2'"),
+    ("max_completion_tokens", 0, "greater than or equal to 1, got 0"),
+    ("max_completion_tokens", True, "valid integer, got True"),
+    ("max_new_tokens", 2, "unknown field"),
+]
+
+
+@pytest.mark.parametrize("where, value, what", BAD_CHAT, ids=[f"{w}-{str(v)[:40]!r}" for w, v, _ in BAD_CHAT])
+def test_a_bad_value_in_a_chat(where, value, what):
+    """One line that names the field and the value, and nothing else."""
+    line = chat_problem(**{where.split(".")[0]: value})
+    assert re.search(f"(^|; ){re.escape(where)}: [^;]*{what}", line)
+    assert all(problem.startswith(where) for problem in line.split("; "))
+
+
+def test_a_prompt_and_messages():
+    """One of them, and one limit."""
+    assert chat_problem(prompt="the") == "prompt and messages: expected one of them, got both"
+    line = chat_problem(max_tokens=1, max_completion_tokens=1)
+    assert line == "max_tokens and max_completion_tokens: expected one of them, got both"
+    with pytest.raises(ValueError, match="^prompt: field required; message: unknown field .did you mean messages"):
+        request.parse({"message": []})
+    assert "unknown field" in problem(max_completion_tokens=5)
+
+
+def test_good_chats(tokenizer):
+    """All roles, contents of one or several parts, empty ones; limits under both names."""
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": ""}, {"type": "text", "text": "cat"}]
+    one = chat(tokenizer, [{"role": "user", "content": parts}], max_tokens=3)
+    assert one == chat(tokenizer, message(content="the cat"), max_completion_tokens=3) and one.max_tokens == 3
+    assert one.tokens == tuple(tokenizer.chat([{"role": "user", "content": "the cat"}]))
+    assert chat(tokenizer, message(content="")).tokens == tuple(tokenizer.chat([{"role": "user", "content": ""}]))
+    assert chat(tokenizer, message(), max_tokens=None, temperature=0, seed=5).sampler == (5, 0.0, 0, 1.0)
+
+
+def chat(tokenizer, messages, cache_length=CACHE, **fields):
+    asked = request.parse({"messages": messages} | fields)
+    return request.prepare(asked, 3, tokenizer, cache_length=cache_length, vocab_size=VOCAB, default_seed=17)
+
+
+def test_a_chat_may_fill_the_cache(tokenizer):
+    """Without a limit the answer has what is left, at least one token; else the numbers are named."""
+    length = len(chat(tokenizer, message()).tokens)
+    assert chat(tokenizer, message()).max_tokens == CACHE - length
+    assert chat(tokenizer, message(), cache_length=length + 1).max_tokens == 1
+    for full in (length, length - 1):
+        with pytest.raises(ValueError, match=f"{length} tokens and max_tokens=1 need {length + 1} .* the cache has {full}"):
+            chat(tokenizer, message(), cache_length=full)
+    with pytest.raises(ValueError, match=f"max_tokens={CACHE} need {CACHE + length} positions"):
+        chat(tokenizer, message(), max_tokens=CACHE)
+
+
+def test_a_conversation_that_the_template_refuses(tokenizer):
+    """What the template says."""
+    with pytest.raises(ValueError, match="messages: expected user and assistant in turn"):
+        chat(tokenizer, message(role="assistant"))
+
+
+def test_two_stop_ids(llama3_folder):
+    """A Llama-3-like model stops at the end of a turn and at the end of the text, unless they are ignored."""
+    tokenizer = tokenizer_lib.load(llama3_folder, VOCAB)
+    assert len(tokenizer.stop_ids) == 2
+    for ask in ({"prompt": "the"}, {"messages": message()}):
+        for ignored, expected in ((False, tokenizer.stop_ids), (True, ())):
+            asked = request.parse(ask | {"ignore_eos": ignored})
+            ready = request.prepare(asked, 3, tokenizer, cache_length=CACHE, vocab_size=VOCAB, default_seed=17)
+            assert ready.stop_ids == expected
+    for stop in tokenizer.stop_ids:
+        ids = [*tokenizer.encode("the")[1:], stop]
+        stream = request.text_stream(asked, ready, tokenizer)
+        assert "".join(map(stream.push, ids)) + stream.finish() == "the"
+
+
+def test_the_text_of_an_answer(tokenizer):
+    """A completion goes on from its prompt, with the space between them; a chat's answer begins anew. Stops hold in both."""
+    cat = tokenizer.encode("the cat sat")[2:]
+    for ask, expected in (({"prompt": "the"}, " cat "), ({"prompt": tokenizer.encode("the")}, " cat "),
+                          ({"messages": message()}, "cat ")):
+        asked = request.parse(ask | {"stop": "sa"})
+        ready = request.prepare(asked, 3, tokenizer, cache_length=CACHE, vocab_size=VOCAB, default_seed=17)
+        stream = request.text_stream(asked, ready, tokenizer)
+        assert "".join(map(stream.push, cat)) == stream.text == expected and stream.stopped
+        stream = request.text_stream(asked, ready, tokenizer)
+        assert stream.push(2) == "" and stream.ids == [2]
+
+
+@pytest.mark.parametrize("prompt", [" ", "   ", "\n", "\u3000"])
+def test_a_prompt_of_only_spaces(any_tokenizer, prompt):
+    """It is served as it is."""
+    asked = request.parse({"prompt": prompt})
+    ready = request.prepare(asked, 3, any_tokenizer, cache_length=CACHE, vocab_size=660, default_seed=17)
+    assert list(ready.tokens) == any_tokenizer.encode(prompt) and len(ready.tokens) >= 2
+
+
 # Against the model's limits.
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer_folder):
-    return SentencePieceTokenizer(tokenizer_folder, VOCAB)
+    return tokenizer_lib.load(tokenizer_folder, VOCAB)
 
 
 def prepared(tokenizer, **fields):
@@ -228,6 +365,10 @@ def run_batch(tokenizer, tmp_path, data, leader=None):
     (b'{"prompt": "\\ud800"}', "prompt: .*got '.*ud800'"),
     (b'{"prompt": "the", "\\ud800": 1}', "ud800"),
     (b'{"prompt": "' + b"the " * 10**5 + b'"}', "prompt's .* tokens .* the cache has 64"),
+    (b'{"messages": []}', "messages: .*at least 1 item"),
+    (b'{"messages": [{"role": "user", "content": "the"}], "prompt": "the"}', "expected one of them, got both"),
+    (b'{"messages": [{"role": "assistant", "content": "the"}]}', "expected user and assistant in turn"),
+    (b'{"messages": [{"role": "user", "content": "\\udc00"}]}', r"messages\.0\.content: "),
 ])
 def test_a_bad_line(tokenizer, tmp_path, line, message):
     """It gets an error in its place, and the lines around it their answers."""
@@ -244,6 +385,19 @@ def test_default_seeds_are_the_lines_indices(tokenizer, tmp_path):
     leader = Echo(lambda r: seeds.append(r.sampler[0]) or [("finish", "length")])
     run_batch(tokenizer, tmp_path, b'{"prompt": "the"}\n{"prompt": "the", "seed": -9}\n{"prompt": "the"}\n', leader)
     assert seeds == [0, -9, 2]
+
+
+def test_prompts_and_chats_in_one_file(tokenizer, tmp_path):
+    """A completion's text keeps the space after its prompt, and a chat's answer has none before it."""
+    cat, asked = tokenizer.encode("the cat")[2:], []
+    leader = Echo(lambda r: asked.append(r) or [("tokens", cat, [[]] * len(cat)), ("finish", "length")])
+    line = b'{"messages": [{"role": "system", "content": "the mat"}, {"role": "user", "content": "the"}]}\n'
+    first, second = run_batch(tokenizer, tmp_path, b'{"prompt": "the"}\n' + line, leader)
+    assert (first["text"], second["text"]) == (" cat", "cat")
+    assert asked[1].tokens == tuple(tokenizer.chat(json.loads(line)["messages"]))
+    assert (asked[0].max_tokens, asked[1].max_tokens) == (16, CACHE - len(asked[1].tokens))
+    assert second["usage"] == {"prompt_tokens": len(asked[1].tokens), "completion_tokens": len(cat),
+                               "total_tokens": len(asked[1].tokens) + len(cat)}
 
 
 def test_events_after_a_stop_string(tokenizer, tmp_path):

@@ -32,7 +32,7 @@ sys.exit(supervise.run(commands, **options))
 OK = "pass"
 SLEEP = "import time; time.sleep(20)"
 IGNORE = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-PID = 'import os, sys; print("pid", os.getpid(), file=sys.stderr, flush=True);'
+PID = 'import os, sys; sys.stderr.write(f"pid {os.getpid()}\\n");'  # one write: nothing comes in between
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
 
@@ -72,8 +72,8 @@ def started(programs, **options):
             while len(pids) < len(programs):
                 line = process.stderr.readline()
                 assert line, "the launcher ended early"
-                if found := re.search(rb"\[(\d+)\] pid (\d+)", line):
-                    pids[int(found[1])] = int(found[2])
+                if found := re.search(rb"(?:\[(\d+)\] )?pid (\d+)", line):
+                    pids[int(found[1] or 0)] = int(found[2])
             yield process, [pids[i] for i in range(len(programs))]
         finally:
             process.kill()
@@ -227,7 +227,7 @@ def test_sigkill_of_the_launcher_leaves_no_orphan():
 
 
 @needs_proc
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM])
 def test_stopping_the_launcher_ends_the_children(signum):
     with started([PID + SLEEP, PID + SLEEP]) as (process, pids):
         process.send_signal(signum)
@@ -246,6 +246,45 @@ def test_second_interrupt_does_not_wait():
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=DEADLINE)
         assert process.returncode == 128 + signal.SIGINT
+        assert wait_gone(pids)
+
+
+COUNT = (
+    "import signal, sys, time\n"
+    "def count(*_):\n"
+    '  sys.stderr.write("interrupted\\n")\n'
+    "signal.signal(signal.SIGINT, count)\n"
+)
+
+
+@needs_proc
+def test_interrupts_are_process_0s():
+    """SIGINT goes to an interactive process 0 alone and ends nothing; its stderr is the launcher's own."""
+    leave = "sys.stdin.read()"
+    with started([COUNT + PID + leave, PID + SLEEP], interactive=True, linger=0.1) as (process, pids):
+        for _ in range(3):
+            process.send_signal(signal.SIGINT)
+            assert process.stderr.readline() == b"interrupted\n"  # no number before it
+            time.sleep(1.1)
+        assert all(map(alive, pids)) and process.poll() is None
+        process.communicate(timeout=DEADLINE)  # closes its stdin: it ends
+        assert process.returncode == 1  # since the other one goes on
+        assert wait_gone(pids)
+
+
+@needs_proc
+@pytest.mark.parametrize("signum, times", [(signal.SIGINT, 3), (signal.SIGQUIT, 1), (signal.SIGTERM, 1)])
+def test_interactive_process_0_that_does_not_react(signum, times):
+    """Three SIGINT in quick succession, or one of the other signals, end everything also when process 0 is stopped."""
+    with started([COUNT + PID + SLEEP, PID + SLEEP], interactive=True, grace=0.3) as (process, pids):
+        os.kill(pids[0], signal.SIGSTOP)
+        for n in range(times):
+            assert process.poll() is None and all(map(alive, pids)), n
+            process.send_signal(signum)
+            time.sleep(0.2)
+        _, err = process.communicate(timeout=DEADLINE)
+        assert process.returncode == 128 + signum
+        assert last_line(err.decode()) == f"local: stopped by {signum.name}; ended 2 processes"
         assert wait_gone(pids)
 
 

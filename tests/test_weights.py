@@ -2,6 +2,13 @@
 
 import dataclasses
 import json
+import logging
+import os
+import pty
+import re
+import sys
+import termios
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +18,7 @@ import pytest
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
-from disagg import sharding
+from disagg import sharding, weights
 from disagg.weights import Checkpoint
 from models import llama, llama_weights
 
@@ -50,10 +57,13 @@ def save(folder, tensors, shards=1):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
 
 
+def table(config):
+    return llama_weights.tensors(config.tie_embeddings, None if config.scan_layers else config.num_layers)
+
+
 def checkpoint(folder, config=CONFIG):
-    tied = config.tie_embeddings
-    return Checkpoint(folder, llama_weights.tensors(tied), llama.Llama(config).params_shape(), config.num_layers,
-                      llama_weights.ignored(tied))
+    return Checkpoint(folder, table(config), llama.Llama(config).params_shape(), config.num_layers,
+                      llama_weights.ignored(config.tie_embeddings))
 
 
 def shardings(model, devices):
@@ -64,7 +74,7 @@ def shardings(model, devices):
 def assert_loaded(params, tensors, model):
     """Every parameter equals the saved tensors, converted to the model's dtype."""
     dtype = jnp.dtype(model.config.dtype)
-    for path, name in llama_weights.tensors(model.config.tie_embeddings).items():
+    for path, name in table(model.config).items():
         saved = np.stack([tensors[name.format(i)] for i in range(model.config.num_layers)]) if "{}" in name else tensors[name]
         loaded = at(params, path)
         assert loaded.dtype == dtype
@@ -73,14 +83,14 @@ def assert_loaded(params, tensors, model):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_loaded_equals_saved(tmp_path, devices, shards):
-    """One file or several, on meshes of several sizes, each array laid out as asked."""
-    model = llama.Llama(CONFIG)
-    tensors = random_tensors(model)
+@pytest.mark.parametrize("devices, stacked", [(1, True), (2, True), (4, True), (2, False)])
+def test_loaded_equals_saved(tmp_path, devices, stacked, shards):
+    """One file or several, on meshes of several sizes, layers stacked or not; each array laid out as asked."""
+    model = llama.Llama(dataclasses.replace(CONFIG, scan_layers=stacked))
+    tensors = random_tensors(llama.Llama(CONFIG))
     save(tmp_path, tensors, shards)
     layout = shardings(model, devices)
-    params = checkpoint(tmp_path).load(layout)
+    params = checkpoint(tmp_path, model.config).load(layout)
     assert_loaded(params, tensors, model)
     jax.tree.map(lambda x, s: s.is_equivalent_to(x.sharding, x.ndim) or pytest.fail(f"{x.sharding} is not {s}"), params, layout)
 
@@ -109,7 +119,7 @@ def test_tied_embeddings(tmp_path):
 
 
 class Recorded:
-    """A tensor's slices in a file, noting how many elements each read takes."""
+    """A tensor of a file, noting how many elements each slice takes."""
 
     def __init__(self, source, reads):
         self._source, self._reads = source, reads
@@ -119,22 +129,51 @@ class Recorded:
         self._reads.append(got.size)
         return got
 
-    def get_shape(self):
-        return self._source.get_shape()
 
-
-@pytest.mark.parametrize("devices, copies", [(1, 1), (2, 1), (4, 1), (2, 2)])
-def test_only_the_needed_slices_are_read(tmp_path, devices, copies):
+@pytest.mark.parametrize("devices, copies, stacked", [(1, 1, True), (2, 1, True), (4, 1, True), (2, 2, True), (2, 2, False)])
+def test_only_the_needed_slices_are_read(tmp_path, devices, copies, stacked):
     """A sharded tensor is read shard by shard, and no element twice, however many devices hold it."""
-    model = llama.Llama(CONFIG)
-    save(tmp_path, random_tensors(model), shards=2)
-    opened, reads = checkpoint(tmp_path), {}
-    opened._slices = {name: Recorded(s, reads.setdefault(name, [])) for name, s in opened._slices.items()}
+    model = llama.Llama(dataclasses.replace(CONFIG, scan_layers=stacked))
+    save(tmp_path, random_tensors(llama.Llama(CONFIG)), shards=2)
+    opened, reads = checkpoint(tmp_path, model.config), {}
+    shapes = {name: tensor.shape for name, tensor in opened._tensors.items()}
+    opened._tensors = {name: Recorded(t, reads.setdefault(name, [])) for name, t in opened._tensors.items()}
     mesh = Mesh(np.array(jax.devices()[:devices * copies]).reshape(devices, copies), ("tp", "copies"))
     opened.load(sharding.tree(mesh, model.params_shape(), model.params_axes()))
     for name, sizes in reads.items():
-        whole = int(np.prod(opened._slices[name].get_shape()))
+        whole = int(np.prod(shapes[name]))
         assert sizes == ([whole] if name.endswith("norm.weight") else [whole // devices] * devices), name
+
+
+# Progress.
+
+
+def test_a_bar_on_a_terminal(monkeypatch):
+    """Drawn once a load takes more than a moment, and cleared at its end."""
+    terminal, ours = pty.openpty()
+    termios.tcsetwinsize(ours, (24, 80))
+    with open(ours, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with weights._Progress(3000) as progress:
+            progress.add(900)
+            time.sleep(2.1)
+            progress.add(600)
+        stderr.flush()
+        drawn = os.read(terminal, 10_000).decode()
+    os.close(terminal)
+    assert re.search(r"weights:\s+50%.*1.50k/3.00k", drawn) and "\n" not in drawn.strip()
+    assert drawn.endswith("\r")
+
+
+def test_lines_elsewhere(monkeypatch, caplog):
+    """Whole lines in the log, at most one in a while; none where the load is quick."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(weights, "EVERY", 0.1)
+    with weights._Progress(4 * 10**9) as progress:
+        for _ in range(4):
+            progress.add(10**9)
+            time.sleep(0.06)
+    assert [r.getMessage() for r in caplog.records] == ["weights: 3.0 of 4.0 GB"]
 
 
 # Faults.
@@ -164,6 +203,11 @@ def fault(tmp_path, change, shards=1):
     (lambda t: t.update({Q: t[Q].reshape(-1)}), f"{Q} has shape [256], expected [16, 16]"),
     (lambda t: t.update({Q: t[Q].astype(np.int8)}), f"{Q} has dtype I8, expected one of F32, F16, BF16"),
     (lambda t: t.update({Q: t[Q].astype(np.float64)}), f"{Q} has dtype F64"),
+    (lambda t: t.update({Q: t[Q].astype(ml_dtypes.float8_e4m3fn)}), f"{Q} has dtype F8_E4M3, expected one of F32, F16, BF16"),
+    (lambda t: t.update({Q: t[Q] > 0}), f"{Q} has dtype BOOL"),
+    (lambda t: t.update({Q: np.array(1, np.float32)}), f"{Q} has shape [], expected [16, 16]"),
+    (lambda t: t.update({Q: t[Q][:0].copy()}), f"{Q} has shape [0, 16], expected [16, 16]"),
+    (lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing"),
 ])
 def test_a_wrong_tensor(tmp_path, change, message, shards):
     """Named, with what it is and what was expected."""
@@ -227,6 +271,65 @@ def test_a_tensor_that_the_index_leaves_out(tmp_path):
         checkpoint(tmp_path)
 
 
+def test_a_tensor_in_two_files(tmp_path):
+    """Which of the two is meant would be a guess, whatever the index says: both files are named."""
+    tensors = random_tensors(llama.Llama(CONFIG))
+    save(tmp_path, tensors, 2)
+    for i in (0, 1):
+        rest = {n: t for j, (n, t) in enumerate(tensors.items()) if j % 2 == i}
+        save_file(rest | {Q: tensors[Q]}, tmp_path / f"model-{i}.safetensors")
+    with pytest.raises(ValueError, match=f"tensor {Q} is in two files of .*: model-0.safetensors and model-1.safetensors"):
+        checkpoint(tmp_path)
+
+
+def test_an_index_beside_another_whole_model(tmp_path):
+    """Loaders differ in which they prefer, so neither is read."""
+    save(tmp_path, random_tensors(llama.Llama(CONFIG)), 2)
+    save(tmp_path, random_tensors(llama.Llama(CONFIG)))
+    with pytest.raises(ValueError, match="has both model.safetensors and model.safetensors.index.json"):
+        checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("source, configured, value", [
+    ("float32", "float16", 65520.0), ("bfloat16", "float16", -1e5), ("float32", "bfloat16", 3.4e38)])
+def test_a_value_too_large_for_the_dtype(tmp_path, source, configured, value):
+    """The tensor, the value and the dtype are named, wherever in the tensor it is; the largest that fits is loaded."""
+    config = dataclasses.replace(CONFIG, dtype=configured)
+    model = llama.Llama(config)
+    tensors = random_tensors(model, source)
+    tensors[Q][13, 2] = jnp.finfo(configured).max if source == "float32" else 32768
+    save(tmp_path, tensors)
+    assert_loaded(checkpoint(tmp_path, config).load(shardings(model, 2)), tensors, model)
+    tensors[Q][15, 7] = value
+    save(tmp_path, tensors)
+    with pytest.raises(ValueError, match=rf"{Q} holds \S+, which is too large for config.model.dtype={configured}") as e:
+        checkpoint(tmp_path, config).load(shardings(model, 2))
+    assert float(str(e.value).split("holds ")[1].split(",")[0]) == float(DTYPES[source](value))
+
+
+def test_large_tensors_are_copied_in_blocks(tmp_path, monkeypatch):
+    """A tensor of many blocks, its last one shorter, in several threads; each block converted on its own."""
+    monkeypatch.setattr(weights, "BLOCK", 3 * 16 * 2)  # three rows of 16 in bfloat16
+    model = llama.Llama(dataclasses.replace(CONFIG, dtype="bfloat16"))
+    tensors = random_tensors(model)
+    save(tmp_path, tensors)
+    assert_loaded(checkpoint(tmp_path, model.config).load(shardings(model, 2)), tensors, model)
+
+
+def test_unaligned_tensors(tmp_path):
+    """Tensors of several dtypes in one file may begin at odd offsets."""
+    model = llama.Llama(CONFIG)
+    tensors = random_tensors(model)
+    header, data = {}, b"x"  # one byte of an ignored tensor moves all that follow
+    header["model.layers.0.self_attn.rotary_emb.inv_freq"] = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
+    for name, t in tensors.items():
+        header[name] = {"dtype": "F32", "shape": list(t.shape), "data_offsets": [len(data), len(data) + t.nbytes]}
+        data += t.tobytes()
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    assert_loaded(checkpoint(tmp_path).load(shardings(model, 2)), tensors, model)
+
+
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "consolidated.00.pth", "model.gguf"])
 def test_formats_that_are_not_read(tmp_path, file):
     """The formats that are, and the file that is not, are named."""
@@ -275,6 +378,10 @@ def test_plain_architecture(tmp_path):
     ({"rope_theta": 500000}, {"rope_theta": 500000.0, "rope_type": "default"}),
     ({"rope_scaling": None, "attention_bias": False, "hidden_act": "silu", "quantization_config": None}, {"rope_type": "default"}),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 9.0}, {"rope_theta": 7.0}),
+    ({"rope_parameters": {"rope_type": None, "rope_theta": None}, "rope_theta": None}, {"rope_theta": 10000.0}),
+    ({"rope_interleaved": False, "is_llama_config": True, "sliding_window": None, "mlp_bias": None}, {"dtype": "bfloat16"}),
+    ({"pretraining_tp": 2, "attention_dropout": 0.1, "use_cache": False}, {"num_heads": 4}),  # of training
+    ({"model_type": None, "partial_rotary_factor": 1.0}, {"num_heads": 4}),
 ])
 def test_variants(tmp_path, fields, expected):
     """Optional fields, absent, null or set."""
@@ -302,6 +409,31 @@ def test_llama3_rope(tmp_path, fields):
     ({"hidden_act": "gelu"}, "not supported: hidden_act='gelu'"),
     ({"model_type": "qwen2"}, "not supported: model_type='qwen2'"),
     ({"quantization_config": {"bits": 4}}, "not supported: quantization_config="),
+    ({"quantization_config": {}}, "not supported: quantization_config="),
+    ({"model_type": "mistral", "sliding_window": 4096}, "not supported: model_type='mistral'"),
+    ({"sliding_window": 4096}, "not supported: sliding_window=4096"),
+    ({"rope_interleaved": True}, "not supported: rope_interleaved=True"),
+    ({"partial_rotary_factor": 0.5}, "not supported: partial_rotary_factor=0.5"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "not supported: partial_rotary_factor=0.5"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "not supported: RoPE's parameters by kind of layer"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "not supported: RoPE scaling 'dynamic'"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "not supported: RoPE scaling 'longrope'"),
+    ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "differ"),
+    ({"hidden_size": 18}, r"without head_dim, hidden_size \(18\) must be a multiple of num_attention_heads \(4\)"),
+    ({"rope_scaling": LLAMA3 | {"rope_type": "llama3", "low_freq_factor": 4.0}},
+     r"low_freq_factor \(4.0\) must be below high_freq_factor \(4.0\)"),
+    ({"rope_scaling": LLAMA3 | {"rope_type": "llama3", "low_freq_factor": 5.0}}, "must be below high_freq_factor"),
+    ({"rope_scaling": LLAMA3 | {"rope_type": "llama3", "factor": True}}, "factor must be a positive number, got True"),
+    ({"rope_scaling": LLAMA3 | {"rope_type": "llama3", "original_max_position_embeddings": 8192.5}},
+     "original_max_position_embeddings must be a positive whole number, got 8192.5"),
+    ({"rope_theta": float("inf")}, "rope_theta must be a positive number, got inf"),
+    ({"rms_norm_eps": float("-inf")}, "rms_norm_eps must be a positive number, got -inf"),
+    ({"rms_norm_eps": True}, "rms_norm_eps must be a positive number, got True"),
+    ({"vocab_size": True}, "vocab_size must be a positive whole number, got True"),
+    ({"max_position_embeddings": float("nan")}, "max_position_embeddings must be a positive whole number, got nan"),
+    ({"attention_bias": 1}, "not supported: attention_bias=1"),
+    ({"dtype": ["bfloat16"]}, "is not supported; expected one of float32"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "not supported: RoPE scaling 'linear'"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "not supported: RoPE scaling 'yarn'"),
     ({"torch_dtype": "int8"}, "dtype 'int8' is not supported"),
@@ -332,7 +464,7 @@ def test_missing_fields(tmp_path, missing):
 
 
 @pytest.mark.parametrize("content, message", [
-    ("{", "is not JSON"), ("", "is not JSON"), ("[]", "must hold a JSON object, got list"),
+    ("{", "is not JSON"), ("", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "must hold a JSON object, got list"),
     ("null", "must hold a JSON object, got NoneType")])
 def test_a_bad_config_file(tmp_path, content, message):
     """A file that is no JSON object is named."""

@@ -2,12 +2,14 @@
 
   python -m tests.worker SPEC.json PROCESS_ID
 
-SPEC: {"coordinator", "num_processes", "cpu_devices", "start" (config overrides for joining), "cases": [{"name", "config"
-(overrides), "input", "output" (paths), "faults": [[name, ...]]}]}. A case's end is written by process 0 to output +
-".end". Runs the program's own code; only the reading of device memory is watched, and faults are put in where asked.
+SPEC: {"coordinator", "num_processes", "cpu_devices", "base" (module of configs, its variant or none), "start" (config
+overrides for joining), "cases": [{"name", "config" (overrides), "input", "output" (paths), "faults": [[name, ...]]}]}. A
+case's end is written by process 0 to output + ".end". Runs the program's own code; only the reading of device memory is
+watched, and faults are put in where asked.
 """
 
 import functools
+import importlib
 import json
 import os
 import pathlib
@@ -16,7 +18,6 @@ import sys
 import jax
 from absl import logging
 
-from configs import tiny
 from disagg import compilation_cache, topology
 from launch import program
 from launch.batch import Batch
@@ -24,14 +25,14 @@ from tests import faults, host_reads
 
 
 def run(spec, process):
-    config = configured(spec.get("start", {}))
+    config = configured(spec["base"], spec.get("start", {}))
     topology.start(config, coordinator=spec["coordinator"], num_processes=spec["num_processes"], process=process,
                    cpu_devices=spec["cpu_devices"])
     compilation_cache.enable(config.compilation_cache, process, spec["num_processes"])
     host_reads.forbid(64 * 1024)
     failed = False
     for case in spec["cases"]:
-        config = configured(spec.get("start", {}) | case["config"])
+        config = configured(spec["base"], spec.get("start", {}) | case["config"])
         topo = topology.build(config, jax.devices(), process)
         with faults.injected(case.get("faults", []), process):
             error = program.serve(config, functools.partial(Batch, case["input"], case["output"]), topo,
@@ -45,8 +46,9 @@ def run(spec, process):
     return failed
 
 
-def configured(overrides):
-    config = tiny.get_config()
+def configured(base, overrides):
+    module, *variant = base
+    config = importlib.import_module(f"configs.{module}").get_config(*variant)
     for key, value in overrides.items():
         node, *path = config, *key.split(".")
         for part in path[:-1]:
