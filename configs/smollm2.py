@@ -30,4 +30,5 @@ def get_config(size="135m"):
     m.tie_embeddings = True
     m.dtype = "bfloat16"
     c.decode.slots = 32
+    c.reads = (192, 512)
     return c

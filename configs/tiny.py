@@ -18,7 +18,7 @@ def get_config():
     c.cache_length = 256
     c.chunk = 64
     c.buckets = (16, 32, 64)
-    c.reads = (64, 128)
+    c.reads = (128,)
     c.decode.slots = 4
     c.decode.steps = 2            # each step of a call is compiled: two start sooner than four
     return c

@@ -99,7 +99,8 @@ def _lead(config, model, topology, limits, control, loop, front):
     """Process 0: the leader and the front end in threads of their own, beside the loop."""
     scheduler = Scheduler(prefill=[e.processes for e in topology.prefill], decode=[e.processes for e in topology.decode],
                           interleaved=topology.mode == "interleaved", slots=limits.slots, buckets=limits.buckets,
-                          reads=limits.reads, steps=limits.steps, prefill_ahead=limits.prefill_ahead, decode_ahead=limits.decode_ahead)
+                          reads=limits.reads, steps=limits.steps, prefill_ahead=limits.prefill_ahead,
+                          decode_ahead=limits.decode_ahead)
     leader = Leader(control, scheduler, Stages(model, topology, limits.buckets), deadline_s=config.control.deadline_s,
                     stall_s=config.control.stall_s)
     leader.start()
@@ -193,8 +194,10 @@ def _connect(model, topology, limits, prefill, decode, start_s):
 def _warm_up(model, topology, limits, prefill, decode):
     """Compile every program that serving uses, by running it."""
     greedy = sampling.pack(0, 0.0, 0, 1.0)
+    starts = range(limits.buckets[-1], limits.cache_length, limits.buckets[-1])  # of the chunks after the first
+    reads = sorted({next(n for n in limits.reads if n >= start) for start in starts})
     for bucket in limits.buckets:
-        for read in (0, *limits.reads):
+        for read in (0, *reads):
             if prefill:
                 jax.block_until_ready(prefill.run([0] * bucket, 0, read, read == 0, greedy, 0, 0))
         if decode:

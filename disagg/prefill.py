@@ -88,8 +88,9 @@ class PrefillEngine:
     def run(self, tokens, start, read, last, sampler, transfer, request):
         """Dispatch one chunk: tokens, a list of at most the largest bucket's length, from position `start`.
 
-        read: how much of the cache is read, at least `start`; for each value a program is compiled. sampler: of the first token, which is chosen where `last`, else ignored. -> chunk, and the first token's best
-        candidates (ids, scores; None unless last), on the devices.
+        read: how much of the cache is read, at least `start`; for each value a program is compiled. sampler: of the first
+        token, which is chosen where `last`, else ignored. -> chunk, and the first token's best candidates (ids, scores; None
+        unless last), on the devices.
         """
         bucket = next(b for b in self.buckets if b >= len(tokens))
         padded = np.zeros(bucket, np.int32)

@@ -64,11 +64,11 @@ class _Decode:
 class Scheduler:
     def __init__(self, *, prefill, decode, interleaved, slots, buckets, reads, steps, prefill_ahead, decode_ahead):
         """prefill, decode: the process ids of each engine. buckets: ascending, the last is the chunk size. reads: lengths of
-        the cache that calls are compiled to read, ascending, the last is all of it. steps: decode steps a call. prefill_ahead, decode_ahead: chunks and calls an engine may have planned that are not reported."""
+        the cache that calls are compiled to read, ascending, the last is all of it. steps: decode steps a call.
+        prefill_ahead, decode_ahead: chunks and calls an engine may have planned that are not reported."""
         self._prefill = [_Prefill(p) for p in prefill]
         self._decode = [_Decode(p, slots) for p in decode]
-        self._interleaved, self._buckets, self._chunk = interleaved, buckets, buckets[-1]
-        self._reads = reads
+        self._interleaved, self._buckets, self._chunk, self._reads = interleaved, buckets, buckets[-1], reads
         self._steps, self._prefill_ahead, self._decode_ahead = steps, prefill_ahead, decode_ahead
         self._queue = collections.deque()
         self._running = {}                      # request id -> _Sequence

@@ -4,8 +4,8 @@ Tensor parallelism: attention by heads, feed-forward by its inner axis, embeddin
 Where the kv heads do not divide over an engine's devices, its mesh gets a second axis: gcd(kv heads, devices) groups over
 "tp", and the devices of a group, "split", share its heads. A decode engine then splits its slots over them, cache and
 attention alike, so nothing is held twice; a prefill engine, whose working cache is one prompt's, holds that cache on all
-of them and splits the chunk's queries. Weights are cut over all devices in either case, save the projections to keys and
-values, which a group holds in full.
+of them and splits the chunk's queries. Weights are cut over all devices in either case; those of a group
+cut the projections to its heads by the heads' dimensions ("head_part").
 """
 
 import math
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 ALL = ("tp", "split")
-RULES = {"vocab": ALL, "heads": ALL, "mlp": ALL, "kv_heads": "tp", "columns": "tp", "wire": ALL,
+RULES = {"vocab": ALL, "heads": ALL, "mlp": ALL, "kv_heads": "tp", "head_part": "split", "columns": "tp", "wire": ALL,
          "batch": None, "rows": None, "new": None, "embed": None, "layers": None, "length": None, "head_dim": None, None: None}
 PREFILL = RULES | {"rows": "split"}
 DECODE = RULES | {"batch": "split"}
@@ -80,9 +80,13 @@ def tree(mesh, shapes, axes, rules=RULES):
 
 def on_shards(mesh, rules):
     """on_shards(function, in_axes, out_axes): the function run by every device on its own shards of arrays with these
-    logical axes. Arrays laid out in another way are moved first: columns cut over all devices become rows of one group's
-    heads by an all-to-all, and back."""
+    logical axes; out_axes is a list where there are several results.
+
+    Arrays laid out in another way are moved first: parts of the heads' dimensions become whole heads of a part of the batch.
+    """
+    specs = lambda axes: tuple(_spec(mesh, one, rules) for one in axes)
+
     def wrap(function, in_axes, out_axes):
-        return jax.shard_map(function, mesh=mesh, in_specs=tuple(_spec(mesh, axes, rules) for axes in in_axes),
-                             out_specs=_spec(mesh, out_axes, rules), check_vma=False)
+        out_specs = specs(out_axes) if isinstance(out_axes, list) else _spec(mesh, out_axes, rules)
+        return jax.shard_map(function, mesh=mesh, in_specs=specs(in_axes), out_specs=out_specs, check_vma=False)
     return wrap

@@ -8,7 +8,9 @@ import contextlib
 import dataclasses
 import os
 import socket
+import sys
 import threading
+import time
 
 import jax
 import numpy as np
@@ -17,6 +19,9 @@ from jax._src import distributed
 from jax.sharding import Mesh
 
 from disagg import roles
+
+LAST_S = 1.0  # seconds that process 0 leaves the others to end
+
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
@@ -113,6 +118,20 @@ def _exit_after(seconds, message):
         yield
     finally:
         timer.cancel()
+
+
+def leave(code):
+    """End this process without waiting for any other: jax's own exit waits also for dead ones.
+
+    The process that holds the coordination service goes a moment after the others have said goodbye: jax aborts those that
+    are still there without it.
+    """
+    with contextlib.suppress(OSError):  # a full disk or a closed pipe has been reported
+        sys.stdout.flush()
+    sys.stderr.flush()
+    if distributed.global_state.service is not None:
+        time.sleep(LAST_S)
+    os._exit(code)
 
 
 def coordination_client():

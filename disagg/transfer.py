@@ -1,4 +1,5 @@
-"""KV chunks from a prefill mesh to a decode mesh, device to device. The only file that calls `jax.device_put`.
+"""KV chunks from a prefill mesh to a decode mesh, device to device. The only file in which `jax.device_put` reaches another
+process.
 
 JAX pairs a send with its receive by a count that every process keeps: one for each (source process, destination
 process) pair of a call, whatever the arrays. A process that skipped a call in which it takes no part would from then on

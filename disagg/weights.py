@@ -46,7 +46,8 @@ def _files(folder):
     if len(files) != 1:
         other = sorted(f.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for f in folder.glob(pattern))
         raise ValueError(f"{folder} has {len(files)} safetensors files and no index; expected model.safetensors, or several "
-                         "with model.safetensors.index.json" + (f" (found {', '.join(other[:4])}: not read)" if other else ""))
+                         "with model.safetensors.index.json" + (f" (found {', '.join(other[:4])}: not read)" if other else "")
+                         + ("; python -m launch.convert makes such a folder of a .gguf file" if any(folder.glob("*.gguf")) else ""))
     return dict.fromkeys(_open(files[0]), files[0])
 
 
@@ -56,9 +57,9 @@ class _Tensor:
     def __init__(self, mapped, begin, dtype, shape, data_offsets):
         self.shape, self.dtype, self._bytes = tuple(shape), dtype, mapped[begin + data_offsets[0]:begin + data_offsets[1]]
 
-    def __getitem__(self, index):
+    def reshape(self, shape):
         """A read-only view: nothing is read before it is copied."""
-        return self._bytes.view(jnp.dtype(DTYPES[self.dtype])).reshape(self.shape)[index]
+        return self._bytes.view(jnp.dtype(DTYPES[self.dtype])).reshape(shape)
 
 
 def _open(file):
@@ -80,7 +81,8 @@ class Checkpoint:
     """The mapped files of one checkpoint, checked against a table of names."""
 
     def __init__(self, folder, table, shapes, layers, ignored=()):
-        """table: parameter path -> tensor name, "{}" in it for the layer; shapes: tree of ShapeDtypeStruct.
+        """table: parameter path -> tensor name, or (axis, names) of the tensors that it is made of, "{}" in a name for the
+        layer (see models.llama_weights); shapes: tree of ShapeDtypeStruct.
 
         Raises ValueError that names every tensor missing, left over, or of a wrong shape or dtype.
         """
@@ -99,15 +101,8 @@ class Checkpoint:
         self._tensors = {name: opened[file][name] for name, file in held.items()}
         self._check(folder, ignored)
 
-    def _names(self, path):
-        name = self._table[path]
-        return [name.format(i) for i in range(self._layers)] if "{}" in name else [name]
-
     def _check(self, folder, ignored):
-        wanted = {}
-        for path in self._table:
-            names, shape = self._names(path), _at(self._shapes, path).shape
-            wanted |= {n: shape[1:] if "{}" in self._table[path] else shape for n in names}
+        wanted = tensor_shapes(self._table, self._shapes, self._layers)
         wrong = [f"{n} is missing" for n in wanted if n not in self._tensors]
         wrong += [f"{n} is not a tensor of this model" for n in self._tensors
                   if n not in wanted and not any(re.fullmatch(i, n) for i in ignored)]
@@ -137,13 +132,13 @@ class Checkpoint:
         return params
 
     def _load(self, path, sharding, pool, progress):
-        want, names, stacked = _at(self._shapes, path), self._names(path), "{}" in self._table[path]
+        want = _at(self._shapes, path)
         shards = []
         for index, devices in _local_slices(want, sharding):
             shard = _empty(sharding.shard_shape(want.shape), want.dtype)
             copies = []
-            for name, target in zip(names, shard if stacked else [shard], strict=True):
-                source = self._tensors[name][index[1:] if stacked else index]
+            for name, target, shape, place in self._places(path, shard, want.shape):
+                source = self._tensors[name].reshape(shape)[index[len(index) - len(shape):]][place]
                 rows = max(1, BLOCK // target[:1].nbytes)
                 copies += [(name, source[i:i + rows], target[i:i + rows]) for i in range(0, len(target), rows)]
             for done in pool.map(lambda c: _copy(*c), copies):
@@ -151,6 +146,47 @@ class Checkpoint:
             # One shard at a time is on the host beside what the devices hold.
             shards += jax.block_until_ready([jax.device_put(shard, d) for d in devices])
         return jax.make_array_from_single_device_arrays(want.shape, sharding, shards)
+
+    def _places(self, path, shard, shape):
+        """[(tensor name, where it goes in the shard, the tensor's shape in the parameter's form, index of what goes there)]"""
+        names, axis = _names(self._table[path])
+        stacked = "{}" in names[0]
+        places = []
+        for i, target in enumerate(shard if stacked else [shard]):
+            for name, start, count in _along(names, axis, shape[stacked:]):
+                form = shape[stacked:] if axis is None else (*shape[stacked:][:axis], count, *shape[stacked:][axis + 1:])
+                for j in range(count):
+                    where = ... if axis is None else (slice(None),) * axis + (start + j,)
+                    place = ... if axis is None else (slice(None),) * axis + (j,)
+                    places.append((name.format(i), target[where], form, place))
+        return places
+
+
+def _names(entry):
+    """(tensor names, axis along which they are joined or None) of a table's entry."""
+    return ((entry,), None) if isinstance(entry, str) else (entry[1], entry[0])
+
+
+def _along(names, axis, shape):
+    """[(name, first place, number of places)] of the tensors along the axis of a parameter of this shape."""
+    if axis is None:
+        return [(names[0], 0, 1)]
+    first = shape[axis] - len(names) + 1
+    return [(names[0], 0, first), *[(name, first + i, 1) for i, name in enumerate(names[1:])]]
+
+
+def tensor_shapes(table, shapes, layers):
+    """Tensor name -> shape of all tensors that the parameters are made of; the arguments are those of Checkpoint."""
+    wanted = {}
+    for path, entry in table.items():
+        names, axis = _names(entry)
+        stacked = "{}" in names[0]
+        shape = _at(shapes, path).shape[stacked:]
+        for name, _, count in _along(names, axis, shape):
+            rows = math.prod(shape[:-1]) // shape[axis] * count if axis is not None else None
+            for i in range(layers if stacked else 1):
+                wanted[name.format(i)] = shape if axis is None else (rows, shape[-1])
+    return wanted
 
 
 def _local_slices(want, sharding):

@@ -18,8 +18,8 @@ from disagg.decode import DecodeEngine
 from disagg.prefill import PrefillEngine
 from models import llama
 
-CACHE, USED, READ = 2048, 128, 256  # positions: of a slot, of its prompt, that a step reads of them
-STEPS, CALLS = 4, 2                 # decode steps of a call; calls of one measurement
+CACHE, USED = 2048, 128  # positions: of a slot, of its prompt
+STEPS, CALLS = 4, 2      # decode steps of a call; calls of one measurement
 BATCHES, PROMPTS = (1, 8, 32), (128, 512)
 PROBE_BYTES = 2**30
 GREEDY = sampling.pack(0, 0.0, 0, 1.0)
@@ -27,15 +27,17 @@ GREEDY = sampling.pack(0, 0.0, 0, 1.0)
 
 def run(repeats):
     """-> arguments of bench.record for each figure. One process measures at a time, in turns."""
-    config = smollm2.get_config("135m").model.to_dict() | {"dtype": "float32"}
-    model = llama.Llama(llama.Config(**config, scan_layers=jax.default_backend() != "cpu"))
+    config = smollm2.get_config("135m")
+    read = next(n for n in (*config.reads, CACHE) if n >= USED + STEPS * (CALLS + 1))
+    fields = {name: value for name, value in config.model.to_dict().items() if value is not None} | {"dtype": "float32"}
+    model = llama.Llama(llama.Config(**fields, scan_layers=jax.default_backend() != "cpu"))
     params = jax.block_until_ready(jax.jit(model.init)(jax.random.key(0)))
     mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
     memory = _bandwidth(repeats)
     yield "memory_bandwidth", {}, "GB/s", memory, None, None
     with _Peer(model.config) as peer:
         for batch in BATCHES:
-            ours, theirs = _in_turns(_decode(model, params, mesh, batch), peer, "decode", batch, repeats)
+            ours, theirs = _in_turns(_decode(model, params, mesh, batch, read), peer, "decode", batch, repeats)
             yield "decode", {"batch": batch}, "tokens/s", ours, peer.name, theirs
             moved = [rate / batch * _step_bytes(model, batch) / 1e9 for rate in ours]
             yield "decode_bandwidth", {"batch": batch}, "GB/s", moved, "memory_bandwidth", memory
@@ -70,7 +72,7 @@ def _seconds(work):
     return time.perf_counter() - started
 
 
-def _decode(model, params, mesh, batch):
+def _decode(model, params, mesh, batch, read):
     """A function that gives tokens/s of a full decode engine, each slot just behind its prompt."""
     engine = DecodeEngine(model, params, mesh, slots=batch, cache_length=CACHE, steps=STEPS, top=0)
     chunk = {name: jnp.ones(s.shape, s.dtype) for name, s in prefill.chunk_shape(model, USED).items()}
@@ -79,8 +81,8 @@ def _decode(model, params, mesh, batch):
         for slot in range(batch):
             engine.write(chunk, slot, 0)
             engine.activate(chunk, slot, USED, CACHE - USED, [], GREEDY)
-        jax.block_until_ready(engine.run(READ))
-        return batch * STEPS * CALLS / _seconds(lambda: [engine.run(READ) for _ in range(CALLS)])
+        jax.block_until_ready(engine.run(read))
+        return batch * STEPS * CALLS / _seconds(lambda: [engine.run(read) for _ in range(CALLS)])
     return measure
 
 

@@ -147,5 +147,4 @@ def _decode_plans(leader, config):
 if __name__ == "__main__":
     logging.set_verbosity(logging.ERROR)
     _worker(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
-    sys.stdout.flush()
-    os._exit(0)
+    topology.leave(0)

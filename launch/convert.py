@@ -155,7 +155,7 @@ def _tensors(reader, config, name):
     """
     ours = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     held, tensors, wrong = {t.name: t for t in reader.tensors}, [], []
-    for pattern in llama_weights.tensors(config["tie_word_embeddings"]).values():
+    for pattern in llama_weights.patterns(config["tie_word_embeddings"]):
         for layer in range(config["num_hidden_layers"] if "{}" in pattern else 1):
             theirs = pattern.format(layer)
             tensor = held.pop(stored := ours.get_name(theirs, try_suffixes=(".weight",)), None)

@@ -6,12 +6,8 @@
 With --mode=chat process 0 talks with a person, the others serve.
 """
 
-import contextlib
 import functools
-import os
 import signal
-import sys
-import time
 
 import jax
 from absl import flags as absl_flags
@@ -59,12 +55,7 @@ def run(argv):
         error = f"process {flags.PROCESS_ID.value or 0}: {e}"
     if error:
         logging.error("%s", error)
-        if not flags.PROCESS_ID.value:
-            time.sleep(0.5)  # process 0 holds the coordination service: it leaves last
-    with contextlib.suppress(OSError):  # a full disk or a closed pipe has been reported
-        sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1 if error else 0)  # jax's own exit waits for every process, also for dead ones
+    topology.leave(1 if error else 0)
 
 
 if __name__ == "__main__":

@@ -229,13 +229,13 @@ def initial_params(model, seed):
     params["embed"] += direction
     pairs, half = 4, c.head_dim // 2
     frequency = c.rope_theta ** (-np.arange(pairs) / half)
-    wq = params["layers"]["wq"][0].reshape(c.num_heads, 2, half, c.hidden_size)
-    wk = params["layers"]["wk"][0].reshape(c.num_kv_heads, 2, half, c.hidden_size)
+    group = c.num_heads // c.num_kv_heads
+    heads = params["layers"]["wqkv"][0].reshape(c.num_kv_heads, group + 2, 2, half, c.hidden_size)
     for head, offset in enumerate((1, 2, 1, 2, 1, 3, 0, 1)):
         turned = np.stack([np.cos(frequency * offset), -np.sin(frequency * offset)])
-        wq[head, :, :pairs] = 0.7 * turned[..., None] * direction
-    wk[:, 0, :pairs] = 0.7 * direction
-    wk[:, 1, :pairs] = 0
+        heads[head // group, head % group, :, :pairs] = 0.7 * turned[..., None] * direction
+    heads[:, group, 0, :pairs] = 0.7 * direction
+    heads[:, group, 1, :pairs] = 0
     return jax.tree.map(jnp.asarray, params)
 
 
@@ -245,9 +245,12 @@ def make_optimizer(params, learning_rate, steps):
         rise, fall = optax.linear_schedule(0, peak, 50), optax.linear_schedule(peak, 0, steps - 50)
         return optax.join_schedules([rise, fall], [50])
 
-    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)  # [L, out, in]
+    def matrix(name, weight):  # [L, out, in], of wqkv all heads together, of w_gate_up each of the two
+        outputs = (1, 2, 3) if name == "wqkv" else weight.ndim - 2
+        return None if weight.ndim == 2 else optax.contrib.MuonDimensionNumbers(weight.ndim - 1, outputs)
+
     kinds = {name: None for name in params} | {
-        "layers": {name: matrix if weight.ndim == 3 else None for name, weight in params["layers"].items()}}
+        "layers": {name: matrix(name, weight) for name, weight in params["layers"].items()}}
     return optax.contrib.muon(schedule(learning_rate), beta=0.9, muon_weight_dimension_numbers=kinds,
                               adam_learning_rate=schedule(0.15 * learning_rate), adam_b2=0.98)
 
@@ -291,9 +294,14 @@ def export(params, tokenizer, directory):
     """Write the model as Hugging Face Llama files."""
     os.makedirs(directory, exist_ok=True)
     tensors = {}
-    for path, name in TENSORS.items():
+    for path, entry in TENSORS.items():
         value = np.asarray(functools.reduce(lambda tree, key: tree[key], path, params))
-        tensors |= {name.format(i): layer for i, layer in enumerate(value)} if "{}" in name else {name: value}
+        axis, names = (0, (entry,)) if isinstance(entry, str) else entry
+        for i, layer in enumerate(value if "{}" in names[0] else [value]):
+            first = layer.shape[axis] - len(names) + 1
+            parts = np.split(layer, range(first, layer.shape[axis]), axis) if len(names) > 1 else [layer]
+            tensors |= {name.format(i): np.ascontiguousarray(part.reshape(-1, part.shape[-1]) if len(names) > 1 else part)
+                        for name, part in zip(names, parts, strict=True)}
     with open(os.path.join(directory, "model.safetensors"), "wb") as f:
         f.write(safetensors.numpy.save(dict(sorted(tensors.items())), metadata={"format": "pt"}))
 

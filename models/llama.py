@@ -5,8 +5,8 @@ Axes, the same letters everywhere:
   L layers          N query heads   K kv heads   G = N / K        D head dim     F feed-forward size
   R new tokens whose queries a device computes: S, or its part of them where the attention is split by rows
 
-Weights are stored [out, in], as Hugging Face stores them: with wq, wk and wv the other way round XLA transposes
-them in every decode step. The cache is read layer by layer and never written meanwhile; `forward` returns the new
+Weights are stored [out, in], as Hugging Face stores them: with the projections to queries, keys and values the other way
+round XLA transposes them in every decode step. What is multiplied with the same input is one array. The cache is read layer by layer and never written meanwhile; `forward` returns the new
 positions' keys and values, and the caller scatters them into the (donated) cache once, after the layers. That is the
 formulation in which a decode step reads weights and cache once and copies nothing.
 
@@ -83,12 +83,15 @@ class KV(NamedTuple):
 
 KV_AXES = KV(*[("layers", "batch", "kv_heads", "length", "head_dim")] * 2)
 
-# The arguments and the result of `attend`. "columns": N heads of D; "rows": the new tokens that ask; "new": those that
-# are attended to.
-ATTEND_AXES = (("batch", "rows", "columns"), *[("batch", "kv_heads", "new", "head_dim")] * 2,
-               *[("batch", "kv_heads", "length", "head_dim")] * 2, *[("batch", "rows", None, None)] * 2,
+# The arguments and results of `attend`. "rows": the new tokens that ask; "new": those that are attended to; "columns": N*D.
+_ROTATION = ("batch", "new", None, None)
+_HEADS = ("batch", "kv_heads", "new", "head_dim")
+ATTEND_AXES = (("batch", "rows", "kv_heads", None, "head_dim"), *[("batch", "new", "kv_heads", "head_dim")] * 2,
+               *[("batch", "kv_heads", "length", "head_dim")] * 2, *[("batch", "rows", None, None)] * 2, *[_ROTATION] * 2,
                ("batch", "length"), ("rows", "new"))
-ATTENDED_AXES = ("batch", "rows", "columns")
+ATTENDED_AXES = [("batch", "rows", "columns"), _HEADS, _HEADS]
+WQKV_AXES = ("kv_heads", None, "head_part", "embed")
+W_GATE_UP_AXES = (None, "mlp", "embed")
 
 
 def _param(rngs, shape, axes, dtype, ones=False):
@@ -122,17 +125,16 @@ def rotate(x, cos, sin):
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).astype(x.dtype)
 
 
-def attend(q, k_new, v_new, k_cache, v_cache, cos, sin, visible, causal, *, head_dim, query_rows):
-    """Attention of R new tokens over the cache's visible positions and over the S new tokens.
+def attend(q, k, v, k_cache, v_cache, cos_rows, sin_rows, cos, sin, visible, causal, *, query_rows):
+    """Attention of R new tokens over the cache's visible positions and over the S new tokens, queries and keys rotated here.
 
     The new keys and values join the softmax beside the cache because they are written to it only after the layers.
-    q [B,R,N*D], not rotated yet; k_new, v_new [B,K,S,D]; k_cache, v_cache [B,K,T,D]; cos, sin [B,R,1,D/2];
-    visible [B,T] bool; causal [R,S] bool -> [B,R,N*D].
+    q [B,R,K,G,D]; k, v [B,S,K,D]; k_cache, v_cache [B,K,T,D]; cos_rows, sin_rows [B,R,1,D/2] and cos, sin [B,S,1,D/2];
+    visible [B,T] bool; causal [R,S] bool -> [B,R,N*D], and k, v for the cache [B,K,S,D].
     """
-    B, R, _ = q.shape
-    K, D = k_new.shape[1], head_dim
-    q = rotate(q.reshape(B, R, -1, D), cos, sin)
-    G = q.shape[2] // K
+    B, R, K, G, D = q.shape
+    k_new, v_new = rotate(k, cos, sin).swapaxes(1, 2), v.swapaxes(1, 2)
+    q = rotate(q.reshape(B, R, K * G, D), cos_rows, sin_rows)
     q = q.reshape(B, R, K, G, D).swapaxes(1, 2).reshape(B, K, R * G, D)
     padding = max(0, query_rows - R * G)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
@@ -153,7 +155,7 @@ def attend(q, k_new, v_new, k_cache, v_cache, cos, sin, visible, causal, *, head
 
     out = (mix(p_cache, v_cache) + mix(p_new, v_new)) / total
     out = out[:, :, :R * G].astype(q.dtype)
-    return out.reshape(B, K, R, G, D).swapaxes(1, 2).reshape(B, R, K * G * D)
+    return out.reshape(B, K, R, G, D).swapaxes(1, 2).reshape(B, R, K * G * D), k_new, v_new
 
 
 def whole(function, in_axes, out_axes):
@@ -166,38 +168,40 @@ def _zero_after(x):
     return (x.ravel()[0] * 0).astype(jnp.int32)
 
 
+def project(x, w):
+    """x [B,S,E], w [...,E] -> [B,S,...], as a product of two matrices: of more axes XLA for CPU makes two in every step."""
+    return jnp.einsum("bse,oe->bso", x, w.reshape(-1, w.shape[-1])).reshape(*x.shape[:2], *w.shape[:-1])
+
+
 class Block(nnx.Module):
-    """One decoder layer: attention and SwiGLU feed-forward, each behind an RMSNorm and added to the residual."""
+    """One decoder layer: attention and SwiGLU feed-forward, each behind an RMSNorm and added to the residual.
+
+    wqkv [K,G+2,D,E]: of each kv head its G query heads, its key and its value. w_gate_up [2,F,E].
+    """
 
     def __init__(self, config, rngs):
         c, dtype = config, jnp.dtype(config.dtype)
-        heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         self.config = c
-        self.wq = _param(rngs, (heads, c.hidden_size), ("heads", "embed"), dtype)
-        self.wk = _param(rngs, (kv_heads, c.hidden_size), ("kv_heads", "embed"), dtype)
-        self.wv = _param(rngs, (kv_heads, c.hidden_size), ("kv_heads", "embed"), dtype)
-        self.wo = _param(rngs, (c.hidden_size, heads), ("embed", "heads"), dtype)
-        self.w_gate = _param(rngs, (c.intermediate_size, c.hidden_size), ("mlp", "embed"), dtype)
-        self.w_up = _param(rngs, (c.intermediate_size, c.hidden_size), ("mlp", "embed"), dtype)
+        self.wqkv = _param(rngs, (c.num_kv_heads, c.num_heads // c.num_kv_heads + 2, c.head_dim, c.hidden_size),
+                           WQKV_AXES, dtype)
+        self.wo = _param(rngs, (c.hidden_size, c.num_heads * c.head_dim), ("embed", "heads"), dtype)
+        self.w_gate_up = _param(rngs, (2, c.intermediate_size, c.hidden_size), W_GATE_UP_AXES, dtype)
         self.w_down = _param(rngs, (c.hidden_size, c.intermediate_size), ("embed", "mlp"), dtype)
         self.attention_norm = _param(rngs, (c.hidden_size,), ("embed",), dtype, ones=True)
         self.mlp_norm = _param(rngs, (c.hidden_size,), ("embed",), dtype, ones=True)
 
-    def __call__(self, x, cos, sin, attention):
-        """x [B,S,E]; attention(q [B,S,N*D], k, v [B,K,S,D]) -> [B,S,N*D], over this layer's cache too.
+    def __call__(self, x, attention, on_shards):
+        """x [B,S,E]; attention(q [B,S,K,G,D], k, v [B,S,K,D]) as `attend`, over this layer's cache too.
 
         -> x [B,S,E] and the new k, v [B,K,S,D].
         """
-        c = self.config
-        B, S, _ = x.shape
-        h = rms_norm(x, self.attention_norm[...], c.rms_norm_eps)
-        project = lambda w: jnp.einsum("bse,oe->bso", h, w[...])
-        k, v = (project(w).reshape(B, S, c.num_kv_heads, c.head_dim) for w in (self.wk, self.wv))
-        k, v = rotate(k, cos, sin).swapaxes(1, 2), v.swapaxes(1, 2)
-        x = x + jnp.einsum("bso,eo->bse", attention(project(self.wq), k, v), self.wo[...])
-        h = rms_norm(x, self.mlp_norm[...], c.rms_norm_eps)
-        gate, up = (jnp.einsum("bse,fe->bsf", h, w[...]) for w in (self.w_gate, self.w_up))
-        return x + jnp.einsum("bsf,ef->bse", nnx.silu(gate) * up, self.w_down[...]), k, v
+        eps = self.config.rms_norm_eps
+        projected = lambda x, w, axes: on_shards(project, ((None, None, "embed"), axes), (None, None, *axes[:-1]))(x, w[...])
+        heads = projected(rms_norm(x, self.attention_norm[...], eps), self.wqkv, WQKV_AXES)
+        out, k, v = attention(heads[:, :, :, :-2], heads[:, :, :, -2], heads[:, :, :, -1])
+        x = x + jnp.einsum("bso,eo->bse", out, self.wo[...])
+        gate_up = projected(rms_norm(x, self.mlp_norm[...], eps), self.w_gate_up, W_GATE_UP_AXES)
+        return x + jnp.einsum("bsf,ef->bse", nnx.silu(gate_up[:, :, 0]) * gate_up[:, :, 1], self.w_down[...]), k, v
 
 
 class Llama:
@@ -262,24 +266,24 @@ class Llama:
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         visible = jnp.arange(read) < lengths[:, None]
         causal = jnp.tri(S, dtype=bool)
-        mix = on_shards(functools.partial(attend, head_dim=c.head_dim, query_rows=c.query_rows), ATTEND_AXES, ATTENDED_AXES)
+        mix = on_shards(functools.partial(attend, query_rows=c.query_rows), ATTEND_AXES, ATTENDED_AXES)
 
-        def layer(x, weights, number, start):
-            part = lambda side: jax.lax.dynamic_slice(side, (number, 0, 0, start, 0), (1, *side.shape[1:3], read, side.shape[4]))[0]
+        def layer(x, weights, number):
+            part = lambda side: jax.lax.dynamic_slice(side, (number, 0, 0, 0, 0), (1, *side.shape[1:3], read, side.shape[4]))[0]
             k_cache, v_cache = map(part, cache)
             block = nnx.merge(self._block, nnx.State({name: nnx.Param(w) for name, w in weights.items()}))
-            x, k, v = block(x, cos, sin, lambda q, k, v: mix(q, k, v, k_cache, v_cache, cos, sin, visible, causal))
+            x, k, v = block(x, lambda q, k, v: mix(q, k, v, k_cache, v_cache, cos, sin, cos, sin, visible, causal), on_shards)
             return x, KV(k, v)
 
         x = params["embed"][tokens]
         if c.scan_layers:
-            x, new = jax.lax.scan(lambda x, scanned: layer(x, *scanned, 0), x, (params["layers"], jnp.arange(c.num_layers)))
+            x, new = jax.lax.scan(lambda x, scanned: layer(x, *scanned), x, (params["layers"], jnp.arange(c.num_layers)))
         else:
             # Nothing of the cache may be taken out early (a copy of it, all layers at once), nor written before the last
             # layer has read it (again a copy): neither follows from the data by itself.
             news = []
             for i in range(c.num_layers):
-                x, one = layer(x, params["layers"][i], i, _zero_after(x))
+                x, one = layer(x, params["layers"][i], i + _zero_after(x))
                 news.append(one)
             new = jax.tree.map(lambda *layers: jnp.stack(layers), *news)
         # A request that overflows must not leave an inf or NaN where a later request of its slot masks the position

@@ -4,17 +4,17 @@ import json
 import math
 import pathlib
 
-# Parameter -> tensor name; {} is the layer's number: those tensors are stacked along the first axis.
+# Parameter -> tensor name; {} is the layer's number: those tensors are stacked along the first axis. Where several tensors
+# are one parameter: (axis of one layer's parameter, names). Every one but the first has one place on that axis, the first
+# the rest of it.
 TENSORS = {
     ("embed",): "model.embed_tokens.weight",
     ("norm",): "model.norm.weight",
     ("head",): "lm_head.weight",
-    ("layers", "wq"): "model.layers.{}.self_attn.q_proj.weight",
-    ("layers", "wk"): "model.layers.{}.self_attn.k_proj.weight",
-    ("layers", "wv"): "model.layers.{}.self_attn.v_proj.weight",
+    ("layers", "wqkv"): (1, ("model.layers.{}.self_attn.q_proj.weight", "model.layers.{}.self_attn.k_proj.weight",
+                             "model.layers.{}.self_attn.v_proj.weight")),
     ("layers", "wo"): "model.layers.{}.self_attn.o_proj.weight",
-    ("layers", "w_gate"): "model.layers.{}.mlp.gate_proj.weight",
-    ("layers", "w_up"): "model.layers.{}.mlp.up_proj.weight",
+    ("layers", "w_gate_up"): (0, ("model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight")),
     ("layers", "w_down"): "model.layers.{}.mlp.down_proj.weight",
     ("layers", "attention_norm"): "model.layers.{}.input_layernorm.weight",
     ("layers", "mlp_norm"): "model.layers.{}.post_attention_layernorm.weight",
@@ -38,11 +38,17 @@ ONLY = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "m
 
 def tensors(tied, layers=None):
     """The table for one model; layers: how many it has where each has parameters of its own, None where they are stacked."""
-    table = {path: name for path, name in TENSORS.items() if not (tied and path == ("head",))}
+    table = {path: names for path, names in TENSORS.items() if not (tied and path == ("head",))}
     if layers is None:
         return table
-    return {path: name for path, name in table.items() if path[0] != "layers"} | {
-        ("layers", i, path[1]): name.format(i) for i in range(layers) for path, name in table.items() if path[0] == "layers"}
+    of = lambda names, i: names.format(i) if isinstance(names, str) else (names[0], tuple(n.format(i) for n in names[1]))
+    return {path: names for path, names in table.items() if path[0] != "layers"} | {
+        ("layers", i, path[1]): of(names, i) for i in range(layers) for path, names in table.items() if path[0] == "layers"}
+
+
+def patterns(tied):
+    """Every tensor name of the table, with {} for the layer."""
+    return [name for names in tensors(tied).values() for name in ([names] if isinstance(names, str) else names[1])]
 
 
 def ignored(tied):

@@ -136,3 +136,27 @@ def test_a_cache_that_is_not_donated_is_seen():
     assert program.memory_analysis().alias_size_in_bytes == 0
     assert text.hbm_writes()[0][0] == cache / 2  # the keys
     assert text.hbm_bytes() > 1.05 * (device_bytes(params()) + cache)
+
+
+def test_kv_heads_that_do_not_divide():
+    """A decode step of Llama-2 70B on 16 devices, 8 kv heads: weights and cache are read once, nothing of the cache is copied or
+    gathered, and a layer has, beside its two all-reduces, one exchange before its attention and one after."""
+    mesh()  # sets the compiler up
+    config = llama2.get_config("70b")
+    model = llama.Llama(llama.Config(**config.model.to_dict(), query_rows=8))
+    flat = Mesh(np.array(topologies.get_topology_desc("v5e:4x4", platform="tpu").devices), ("tp",))
+    split = sharding.attention_mesh(flat, model.config.num_kv_heads)
+    assert dict(split.shape) == {"tp": 8, "split": 2}
+    weights = like(model.params_shape(), sharding.tree(split, model.params_shape(), model.params_axes()))
+    programs = decode.programs(model, flat, slots=32, cache_length=4096, steps=1, top=0)
+    state = programs.init.eval_shape()
+    program = programs.steps.lower(weights, state, read=4096).compile()
+    memory, text, cache = program.memory_analysis(), hlo.Program(program.as_text()), device_bytes(state.cache)
+    assert 0 <= memory.alias_size_in_bytes - cache < 64 * 1024
+    assert peak(memory) < HBM and memory.temp_size_in_bytes <= 0.03 * peak(memory)
+    ideal = device_bytes({key: value for key, value in weights.items() if key != "embed"}) + cache
+    assert 0.98 * ideal < text.hbm_bytes() <= 1.05 * ideal
+    size, instruction = text.hbm_writes()[0]
+    assert 0 < size < cache / model.config.num_layers / 2, instruction
+    layers, = [text.collectives(body) for trips, body in text.loops() if trips == model.config.num_layers]
+    assert layers.pop("all-reduce") == 2 and sum(layers.values()) == 2, layers

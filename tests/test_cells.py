@@ -14,7 +14,8 @@ from tests.equality import assert_close_logits, assert_same_tokens
 
 pytestmark = pytest.mark.e2e
 
-BASE = {"top_logits": 5, "debug.hash_chain": True}
+BASE = {"top_logits": 5, "debug.hash_chain": True, "reads": []}
+READS = {"reads": [64, 128]}  # on top: every program is compiled for each
 
 
 def role(name, engines, processes, tp):
@@ -56,6 +57,7 @@ GOLDENS = [golden.request(g) for g in golden.load()]
 TPS = (1, 2, 4)
 TWO = {f"interleaved tp {tp}": (interleaved(2, 1, tp), GOLDENS) for tp in TPS}
 TWO |= {f"prefill tp {a} decode tp {b}": (disaggregated((1, 1, a), (1, 1, b)), GOLDENS) for a in TPS for b in TPS}
+TWO |= {"prefill tp 1 decode tp 2, reading parts": (disaggregated((1, 1, 1), (1, 1, 2)) | READS, GOLDENS)}
 SOLO = interleaved(4, 1, 1) | {"decode.slots": 1}  # a slot an engine: every request is decoded alone
 FOUR = {
     "two processes a side, tp 2 to 2": (disaggregated((1, 2, 2), (1, 2, 2)), GOLDENS),
@@ -63,7 +65,7 @@ FOUR = {
     "one process to two, tp 4 to 4": (disaggregated((2, 1, 4), (1, 2, 4)), GOLDENS),
     "two processes to one, tp 4 to 2": (disaggregated((1, 2, 4), (2, 1, 2)), GOLDENS),
     "solo": (SOLO, mixed_requests()),
-    "2 prefill 2 decode": (disaggregated((2, 1, 1), (2, 1, 1)), mixed_requests()),
+    "2 prefill 2 decode": (disaggregated((2, 1, 1), (2, 1, 1)) | READS, mixed_requests()),
     "4 interleaved": (interleaved(4, 1, 1), mixed_requests()),
 }
 

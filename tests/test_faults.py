@@ -9,7 +9,7 @@ pytestmark = pytest.mark.e2e
 
 DEADLINE_S = 4
 START = {"control.deadline_s": float(DEADLINE_S), "control.heartbeat_s": 0.5, "debug.hash_chain": True, "top_logits": 2,
-         "decode.steps": 1, "decode.slots": 2}
+         "decode.steps": 1, "decode.slots": 2, "reads": []}
 TWO_PREFILL = START | {"prefill.engines": 2, "decode.engines": 1}
 TWO_DECODE = START | {"prefill.engines": 1, "decode.engines": 2}
 

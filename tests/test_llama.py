@@ -185,7 +185,7 @@ def test_tensor_parallel(default, devices):
     one, many = Cached(model, params), Cached(model, params)
     many.params = jax.device_put(params, sharding.tree(mesh, model.params_shape(), model.params_axes()))
     many.cache = jax.device_put(many.cache, sharding.tree(mesh, model.cache_shape(2, 32), model.cache_axes()))
-    assert many.params["layers"]["wq"].addressable_shards[0].data.shape[1] == 64 // devices
+    assert many.params["layers"]["wqkv"].addressable_shards[0].data.shape[1] == 4 // devices
     assert many.cache.k.addressable_shards[0].data.shape[2] == 4 // devices
     for start in (0, 8):
         tokens, lengths = TOKENS[:, start:start + 8], [start, start]
@@ -288,7 +288,6 @@ def test_the_cache_stays_finite():
     model = llama.Llama(llama.Config(vocab_size=16, hidden_size=16, intermediate_size=16, num_layers=2, num_heads=2,
                                      num_kv_heads=1, head_dim=8, max_length=32, dtype="float16"))
     params = model.init(jax.random.key(0))
-    params["layers"]["wk"] = params["layers"]["wk"] * 1e30
-    params["layers"]["wv"] = params["layers"]["wv"] * 6e4
+    params["layers"]["wqkv"] = params["layers"]["wqkv"].at[:, :, -2].multiply(1e30).at[:, :, -1].multiply(6e4)
     _, new = model.forward(params, jnp.ones((1, 4), jnp.int32), jnp.zeros(1, jnp.int32), model.init_cache(1, 8))
     assert all(bool(jnp.isfinite(a).all()) for a in new)

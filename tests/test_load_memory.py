@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from disagg import weights
 from models import llama, llama_weights
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -52,13 +53,11 @@ print(json.dumps({"own": sum(sizes) * devices, "largest": max(sizes), "after": a
 def folder(tmp_path_factory):
     """A checkpoint of 330 MB in bfloat16, in two files."""
     folder, model = tmp_path_factory.mktemp("checkpoint"), llama.Llama(llama.Config(**ARCHITECTURE))
-    shapes, where, files = model.params_shape(), {}, [{}, {}]
-    for path, name in llama_weights.tensors(False).items():
-        shape = shapes[path[0]][path[1]].shape if len(path) == 2 else shapes[path[0]].shape
-        stacked = "{}" in name
-        for i in range(shape[0] if stacked else 1):
-            where[name.format(i)] = f"model-{i % 2}.safetensors"
-            files[i % 2][name.format(i)] = np.full(shape[1:] if stacked else shape, 0.5, ml_dtypes.bfloat16)
+    where, files = {}, [{}, {}]
+    shapes = weights.tensor_shapes(llama_weights.tensors(False), model.params_shape(), model.config.num_layers)
+    for i, (name, shape) in enumerate(shapes.items()):
+        where[name] = f"model-{i % 2}.safetensors"
+        files[i % 2][name] = np.full(shape, 0.5, ml_dtypes.bfloat16)
     for i, tensors in enumerate(files):
         save_file(tensors, folder / f"model-{i}.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))

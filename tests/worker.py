@@ -11,7 +11,6 @@ watched, and faults are put in where asked.
 import functools
 import importlib
 import json
-import os
 import pathlib
 import sys
 
@@ -65,6 +64,4 @@ if __name__ == "__main__":
     except Exception:
         logging.exception("worker failed")
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        topology.leave(code)
