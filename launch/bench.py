@@ -33,7 +33,7 @@ def record(name, params, unit, values, peer, peer_values):
     """One result, with the spread as printed: median (least to largest)."""
     shown = lambda values: f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
     value, peer_value, ratio = statistics.median(values), None, None
-    line = f"{name} {', '.join(f'{k} {v}' for k, v in params.items())}: {shown(values)} {unit}"
+    line = " ".join([name, *(f"{k} {v}" for k, v in params.items())]) + f": {shown(values)} {unit}"
     if peer:
         peer_value = statistics.median(peer_values)
         ratio = value / peer_value

@@ -144,7 +144,8 @@ def _peer():
     def decode(batch):
         if batch not in caches:
             caches[batch] = prompt(batch, USED).past_key_values
-        caches[batch].crop(USED)
+        if made := caches[batch].get_seq_length() - USED:
+            caches[batch].crop(-made)
         token, steps = torch.ones((batch, 1), dtype=torch.long), STEPS * (CALLS + 1)
         for step in range(steps):
             if step == STEPS:  # as many of both before the measurement begins

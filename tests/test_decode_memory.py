@@ -61,7 +61,7 @@ print(json.dumps({name: size if name == "cache" else size - weights for name, si
 """
 
 
-@pytest.fixture(scope="module", params=["1 scanned", "4 scanned", "4 unrolled"])
+@pytest.fixture(scope="module", params=["4 scanned", "4 unrolled"])
 def above_weights(request):
     """Bytes above the weights in a fresh process: with the cache, and at the peak of a run, of a write and a run, and
     while another array of the cache's size is there."""

@@ -49,7 +49,8 @@ def answers(out):
             for mode in ("interleaved", "disaggregated")]
 
 
-@pytest.mark.parametrize("extras", [["convert"], [""]], ids=["set up", "set up before, without the converter"])
+@pytest.mark.parametrize("extras", [pytest.param(["convert"], id="set up"), pytest.param(
+    [""], id="set up before, without the converter", marks=pytest.mark.slow)])
 def test_without_a_network(environment, tmp_path, extras):
     """It says that the model cannot be fetched; the small one answers, alike in both modes, with its stages."""
     installed(environment, extras)
@@ -62,6 +63,7 @@ def test_without_a_network(environment, tmp_path, extras):
     assert all(stage in out for stage in STAGES) and out.endswith("\nidentical: yes\n"), out
 
 
+@pytest.mark.slow
 def test_smollm2(environment):
     """SmolLM2 answers the question as a chat, in both modes with the text that transformers gives."""
     try:
