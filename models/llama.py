@@ -90,6 +90,9 @@ ATTEND_AXES = (("batch", "rows", "kv_heads", None, "head_dim"), *[("batch", "new
                *[("batch", "kv_heads", "length", "head_dim")] * 2, *[("batch", "rows", None, None)] * 2, *[_ROTATION] * 2,
                ("batch", "length"), ("rows", "new"))
 ATTENDED_AXES = [("batch", "rows", "columns"), _HEADS, _HEADS]
+TOGETHER_AXES = ("batch", "new", "kv_heads", None, "head_dim")
+SEPARATE_AXES = [TOGETHER_AXES, *[("batch", "new", "kv_heads", "head_dim")] * 2]
+RESIDUAL_AXES = (None, None, "embed")
 WQKV_AXES = ("kv_heads", None, "head_part", "embed")
 W_GATE_UP_AXES = (None, "mlp", "embed")
 
@@ -173,6 +176,16 @@ def project(x, w):
     return jnp.einsum("bse,oe->bso", x, w.reshape(-1, w.shape[-1])).reshape(*x.shape[:2], *w.shape[:-1])
 
 
+def hold(x, axes, on_shards):
+    """x, laid out by these axes."""
+    return on_shards(lambda x: x, (axes,), axes)(x)
+
+
+def separate(heads):
+    """[B,S,K,G+2,D] -> q [B,S,K,G,D], k, v [B,S,K,D]; where heads are held in parts, they come together in one exchange."""
+    return heads[:, :, :, :-2], heads[:, :, :, -2], heads[:, :, :, -1]
+
+
 class Block(nnx.Module):
     """One decoder layer: attention and SwiGLU feed-forward, each behind an RMSNorm and added to the residual.
 
@@ -196,12 +209,15 @@ class Block(nnx.Module):
         -> x [B,S,E] and the new k, v [B,K,S,D].
         """
         eps = self.config.rms_norm_eps
-        projected = lambda x, w, axes: on_shards(project, ((None, None, "embed"), axes), (None, None, *axes[:-1]))(x, w[...])
+        projected = lambda x, w, axes: on_shards(project, (RESIDUAL_AXES, axes), (None, None, *axes[:-1]))(x, w[...])
         heads = projected(rms_norm(x, self.attention_norm[...], eps), self.wqkv, WQKV_AXES)
-        out, k, v = attention(heads[:, :, :, :-2], heads[:, :, :, -2], heads[:, :, :, -1])
-        x = x + jnp.einsum("bso,eo->bse", out, self.wo[...])
+        out, k, v = attention(*on_shards(separate, (TOGETHER_AXES,), SEPARATE_AXES)(heads))
+        # Where the attention is split by rows, XLA would leave its result and the residual so, and gather wo in every layer.
+        out = hold(out, (None, None, "heads"), on_shards)
+        x = hold(x + jnp.einsum("bso,eo->bse", out, self.wo[...]), RESIDUAL_AXES, on_shards)
         gate_up = projected(rms_norm(x, self.mlp_norm[...], eps), self.w_gate_up, W_GATE_UP_AXES)
-        return x + jnp.einsum("bsf,ef->bse", nnx.silu(gate_up[:, :, 0]) * gate_up[:, :, 1], self.w_down[...]), k, v
+        x = x + jnp.einsum("bsf,ef->bse", nnx.silu(gate_up[:, :, 0]) * gate_up[:, :, 1], self.w_down[...])
+        return hold(x, RESIDUAL_AXES, on_shards), k, v
 
 
 class Llama:
@@ -275,7 +291,7 @@ class Llama:
             x, k, v = block(x, lambda q, k, v: mix(q, k, v, k_cache, v_cache, cos, sin, cos, sin, visible, causal), on_shards)
             return x, KV(k, v)
 
-        x = params["embed"][tokens]
+        x = hold(params["embed"][tokens], RESIDUAL_AXES, on_shards)
         if c.scan_layers:
             x, new = jax.lax.scan(lambda x, scanned: layer(x, *scanned), x, (params["layers"], jnp.arange(c.num_layers)))
         else:

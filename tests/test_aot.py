@@ -140,7 +140,7 @@ def test_a_cache_that_is_not_donated_is_seen():
 
 def test_kv_heads_that_do_not_divide():
     """A decode step of Llama-2 70B on 16 devices, 8 kv heads: weights and cache are read once, nothing of the cache is copied or
-    gathered, and a layer has, beside its two all-reduces, one exchange before its attention and one after."""
+    gathered, and a layer has two all-reduces and, around its attention, two all-to-alls."""
     mesh()  # sets the compiler up
     config = llama2.get_config("70b")
     model = llama.Llama(llama.Config(**config.model.to_dict(), query_rows=8))
@@ -156,7 +156,8 @@ def test_kv_heads_that_do_not_divide():
     assert peak(memory) < HBM and memory.temp_size_in_bytes <= 0.03 * peak(memory)
     ideal = device_bytes({key: value for key, value in weights.items() if key != "embed"}) + cache
     assert 0.98 * ideal < text.hbm_bytes() <= 1.05 * ideal
-    size, instruction = text.hbm_writes()[0]
+    # A slice-start fetches weights into on-chip memory.
+    size, instruction = next(w for w in text.hbm_writes() if "slice-start" not in w[1])
     assert 0 < size < cache / model.config.num_layers / 2, instruction
     layers, = [text.collectives(body) for trips, body in text.loops() if trips == model.config.num_layers]
-    assert layers.pop("all-reduce") == 2 and sum(layers.values()) == 2, layers
+    assert layers == {"all-reduce": 2, "all-to-all": 2}
