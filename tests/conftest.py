@@ -6,6 +6,8 @@ import os
 import pathlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # also for the processes that tests start
+# Machine code that is less optimised, for the same programs: compiling takes most of the tests' time.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=1 " + os.environ.get("XLA_FLAGS", "")
 
 import hypothesis
 import jax
