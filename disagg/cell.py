@@ -14,7 +14,7 @@ from disagg.decode import DecodeEngine
 from disagg.leader import Leader
 from disagg.loop import Loop, Stopped
 from disagg.prefill import PrefillEngine, chunk_shape, chunk_shardings
-from disagg.scheduler import Scheduler
+from disagg.scheduler import Scheduler, read_length
 from disagg.stages import Stages
 from disagg.transfer import Transfers
 
@@ -194,12 +194,11 @@ def _connect(model, topology, limits, prefill, decode, start_s):
 def _warm_up(model, topology, limits, prefill, decode):
     """Compile every program that serving uses, by running it."""
     greedy = sampling.pack(0, 0.0, 0, 1.0)
-    starts = range(limits.buckets[-1], limits.cache_length, limits.buckets[-1])  # of the chunks after the first
-    reads = sorted({next(n for n in limits.reads if n >= start) for start in starts})
+    starts = range(0, limits.cache_length, limits.buckets[-1])  # where a chunk may begin
+    reads = sorted({read_length(limits.reads, start) for start in starts})
     for bucket in limits.buckets:
-        for read in (0, *reads):
-            if prefill:
-                jax.block_until_ready(prefill.run([0] * bucket, 0, read, read == 0, greedy, 0, 0))
+        for read in reads if prefill else ():
+            jax.block_until_ready(prefill.run([0] * bucket, 0, read, read == 0, greedy, 0, 0))
         if decode:
             shapes = chunk_shape(model, bucket)
             chunk = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),

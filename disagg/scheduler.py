@@ -61,6 +61,11 @@ class _Decode:
         self.steps = collections.deque()        # of each call not reported yet: who was in which slot
 
 
+def read_length(reads, positions):
+    """How much of the cache a call reads that needs `positions` of it: nothing, or the least compiled length that will do."""
+    return next(n for n in (0, *reads) if n >= positions)
+
+
 class Scheduler:
     def __init__(self, *, prefill, decode, interleaved, slots, buckets, reads, steps, prefill_ahead, decode_ahead):
         """prefill, decode: the process ids of each engine. buckets: ascending, the last is the chunk size. reads: lengths of
@@ -201,10 +206,7 @@ class Scheduler:
         for s in engine.active.values():
             s.planned += self._steps
         engine.steps.append(dict(engine.active))
-        return [["decode", d, self._read(max(lengths))]]
-
-    def _read(self, positions):
-        return next(n for n in self._reads if n >= positions)
+        return [["decode", d, read_length(self._reads, max(lengths))]]
 
     def _admit(self):
         while self._queue:
@@ -234,7 +236,7 @@ class Scheduler:
         if last:
             engine.current = None
         engine.in_flight += 1
-        read = self._read(chunk.start) if chunk.start else 0
+        read = read_length(self._reads, chunk.start)
         ops = [["prefill", p, number, s.request.id, list(part), chunk.start, read, last, s.request.sampler]]
         if self._interleaved:
             self._computing[number] = p

@@ -20,7 +20,7 @@ import sentencepiece
 import torch
 from transformers import LlamaForCausalLM
 
-from launch.train_tiny import ANSWERS, BOS, EOS, Batches, Writer
+from launch.train_tiny import BOS, EOS, Batches, Writer
 from tests.greedy import greedy
 
 _MODEL = flags.DEFINE_string("model", "tests/data/tiny", "Directory of the tiny model.")
