@@ -34,12 +34,6 @@ def random_tensors(model, dtype="float32"):
     return {name: rng.normal(size=shape).astype(DTYPES[dtype]) for name, shape in shapes.items()}
 
 
-def at(tree, path):
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
 def save(folder, tensors, shards=1):
     """One file, or several with an index, layers spread over all of them."""
     folder.mkdir(exist_ok=True)
