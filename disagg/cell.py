@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from absl import logging
 
 from disagg import sampling, selftest, sharding
+from disagg.chunk import Format, shardings
 from disagg.control import Control, ControlError
 from disagg.decode import DecodeEngine
 from disagg.leader import Leader
 from disagg.loop import Loop, Stopped
-from disagg.prefill import PrefillEngine, chunk_shape, chunk_shardings
+from disagg.prefill import PrefillEngine
 from disagg.scheduler import Scheduler, read_length
 from disagg.stages import Stages
 from disagg.transfer import Transfers
@@ -30,6 +31,8 @@ class Limits:
     steps: int
     prefill_ahead: int
     decode_ahead: int
+    pair_bytes: int
+    total_bytes: int
     top: int
 
     def __post_init__(self):
@@ -56,7 +59,15 @@ class Limits:
             raise ValueError(f"config.top_logits must not be negative, got {config.top_logits}")
         reads = (*(n for n in config.reads if n < config.cache_length), config.cache_length)
         return cls(config.cache_length, tuple(config.buckets), reads, config.decode.slots, config.decode.steps,
-                   config.prefill.ahead, config.decode.ahead, config.top_logits)
+                   config.prefill.ahead, config.decode.ahead, config.transfer.pair_bytes, config.transfer.total_bytes, config.top_logits)
+
+    def check_chunks(self, form):
+        """Raises ValueError where the largest chunk could never be sent."""
+        largest = form.bytes(self.buckets[-1])
+        for name, limit in {"pair_bytes": self.pair_bytes, "total_bytes": self.total_bytes}.items():
+            if limit < largest:
+                raise ValueError(f"config.transfer.{name} ({limit}) must be at least what one chunk of config.chunk="
+                                 f"{self.buckets[-1]} positions moves, {largest} bytes")
 
 
 def run(config, prepare, topology, *, client=None, name="cell"):
@@ -87,21 +98,24 @@ def run(config, prepare, topology, *, client=None, name="cell"):
 def _serve(config, prepare, topology, control):
     model, load, front = _agreed(control, config, prepare)
     limits = _agreed(control, config, lambda: Limits.of(config, model.config.max_length))
-    prefill, decode = _agreed(control, config, lambda: load_engines(model, topology, limits, load))
-    transfers = _agreed(control, config, lambda: _connect(model, topology, limits, prefill, decode, config.control.start_s))
+    form = _agreed(control, config, lambda: chunk_format(config, model, topology, limits))
+    prefill, decode = _agreed(control, config, lambda: load_engines(model, topology, limits, form, load))
+    transfers = _agreed(control, config, lambda: _connect(topology, limits, form, prefill, decode, config.control.start_s))
     loop = Loop(topology, control, transfers, prefill, decode, hash_chain=config.debug.hash_chain)
     if topology.process:
         return loop.run()
-    return _lead(config, model, topology, limits, control, loop, front)
+    return _lead(config, topology, limits, form, control, loop, front)
 
 
-def _lead(config, model, topology, limits, control, loop, front):
+def _lead(config, topology, limits, form, control, loop, front):
     """Process 0: the leader and the front end in threads of their own, beside the loop."""
+    chunk_bytes = {bucket: form.bytes(bucket) for bucket in limits.buckets}
     scheduler = Scheduler(prefill=[e.processes for e in topology.prefill], decode=[e.processes for e in topology.decode],
                           interleaved=topology.mode == "interleaved", slots=limits.slots, buckets=limits.buckets,
                           reads=limits.reads, steps=limits.steps, prefill_ahead=limits.prefill_ahead,
-                          decode_ahead=limits.decode_ahead)
-    leader = Leader(control, scheduler, Stages(model, topology, limits.buckets), deadline_s=config.control.deadline_s,
+                          decode_ahead=limits.decode_ahead, chunk_bytes=chunk_bytes, pair_bytes=limits.pair_bytes,
+                          total_bytes=limits.total_bytes)
+    leader = Leader(control, scheduler, Stages(topology, chunk_bytes), deadline_s=config.control.deadline_s,
                     stall_s=config.control.stall_s)
     leader.start()
     front_end = threading.Thread(target=_run_front, args=(front, leader), name="front end", daemon=True)
@@ -157,7 +171,18 @@ def _first_error(control, start_s):
     return None
 
 
-def load_engines(model, topology, limits, load):
+def chunk_format(config, model, topology, limits):
+    """How chunks travel in this job. Raises ValueError if they are too large for the limits."""
+    if config.transfer.piece_bytes < 1:
+        raise ValueError(f"config.transfer.piece_bytes must be at least 1, got {config.transfer.piece_bytes}")
+    form = Format(model, max(e.mesh.size for e in (*topology.prefill, *topology.decode)), config.transfer.piece_bytes,
+                  config.transfer.checksum)
+    if topology.pairs:
+        limits.check_chunks(form)
+    return form
+
+
+def load_engines(model, topology, limits, form, load):
     """The engines of this process: (PrefillEngine or None, DecodeEngine or None)."""
     for engine in (*topology.prefill, *topology.decode):
         how = sharding.describe(engine.mesh, model.config.num_kv_heads, engine.role, limits.slots, limits.buckets)
@@ -172,18 +197,18 @@ def load_engines(model, topology, limits, load):
             params[engine.mesh] = jax.block_until_ready(load(shardings))
             logging.info("weights on %s in %.1f s", engine.name, time.monotonic() - started)
     prefill, decode = topology.my_prefill, topology.my_decode
-    return (prefill and PrefillEngine(model, params[prefill.mesh], prefill.mesh, cache_length=limits.cache_length,
+    return (prefill and PrefillEngine(model, params[prefill.mesh], prefill.mesh, form, cache_length=limits.cache_length,
                                       buckets=limits.buckets, top=limits.top),
             decode and DecodeEngine(model, params[decode.mesh], decode.mesh, slots=limits.slots,
                                     cache_length=limits.cache_length, steps=limits.steps, top=limits.top))
 
 
-def _connect(model, topology, limits, prefill, decode, start_s):
+def _connect(topology, limits, form, prefill, decode, start_s):
     """Open and test every way between engines, and compile everything meanwhile."""
-    transfers = Transfers(model, topology)
+    transfers = Transfers(form, topology)
     started = time.monotonic()
-    rates = selftest.run(model, topology, transfers, limits.buckets, start_s / 2,
-                         lambda: _warm_up(model, topology, limits, prefill, decode))
+    rates = selftest.run(topology, transfers, limits.buckets, start_s / 2,
+                         lambda: _warm_up(topology, limits, form, prefill, decode))
     for (p, d), rate in rates.items():
         logging.info("self-test from %s to %s: values right, %.3f GB/s, %d calls a chunk", topology.prefill[p].name,
                      topology.decode[d].name, rate, len(transfers.routes[p, d].calls))
@@ -191,7 +216,7 @@ def _connect(model, topology, limits, prefill, decode, start_s):
     return transfers
 
 
-def _warm_up(model, topology, limits, prefill, decode):
+def _warm_up(topology, limits, form, prefill, decode):
     """Compile every program that serving uses, by running it."""
     greedy = sampling.pack(0, 0.0, 0, 1.0)
     starts = range(0, limits.cache_length, limits.buckets[-1])  # where a chunk may begin
@@ -200,12 +225,12 @@ def _warm_up(model, topology, limits, prefill, decode):
         for read in reads if prefill else ():
             jax.block_until_ready(prefill.run([0] * bucket, 0, read, read == 0, greedy, 0, 0))
         if decode:
-            shapes = chunk_shape(model, bucket)
+            shapes = form.shape(bucket)
             chunk = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
-                            out_shardings=chunk_shardings(topology.my_decode.mesh))()
+                            out_shardings=shardings(topology.my_decode.mesh, shapes))()
             decode.write(chunk, 0, 0)
     if decode:
-        decode.activate(chunk, 0, 1, 0, [], greedy)
+        decode.activate(chunk["ticket"], 0, 1, 0, [], greedy)
         decode.free(0)
         for read in limits.reads:
             jax.block_until_ready(decode.run(read))

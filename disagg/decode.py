@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from disagg import sampling, sharding
+from disagg import chunk, sampling, sharding
 
 MAX_STOP_IDS = 8  # stop ids a request may have on the device
 
@@ -37,15 +37,9 @@ def init_state(model, slots, length):
                  jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32), sampling.empty(slots))
 
 
-def write_chunk(state, k, v, slot, start):
-    """Put a chunk's k, v [L,K*C,D] at position `start` of a reserved slot; start + C must not pass the cache's end.
-
-    dynamic_update_slice into the donated cache; an indexed `.at[:, slot].set` would gather a sharded cache.
-    """
-    def put(cache, new):
-        L, _, K, _, D = cache.shape
-        return jax.lax.dynamic_update_slice(cache, new.reshape(L, 1, K, -1, D), (0, slot, 0, start, 0))
-    return state._replace(cache=type(state.cache)(put(state.cache.k, k), put(state.cache.v, v)))
+def write_chunk(state, kv, slot, start):
+    """Put a chunk's arrays at position `start` of a reserved slot; start + C must not pass the cache's end."""
+    return state._replace(cache=chunk.write(state.cache, kv, slot, start))
 
 
 def activate(state, ticket, slot, position, left, stops, sampler):
@@ -128,14 +122,14 @@ class DecodeEngine:
         self._programs = programs(model, mesh, slots=slots, cache_length=cache_length, steps=steps, top=top)
         self._state = self._programs.init()
 
-    def write(self, chunk, slot, start):
-        self._state = self._programs.write(self._state, chunk["k"], chunk["v"], np.int32(slot), np.int32(start))
+    def write(self, received, slot, start):
+        self._state = self._programs.write(self._state, chunk.kv(received), np.int32(slot), np.int32(start))
 
-    def activate(self, chunk, slot, position, left, stops, sampler):
-        """Start slot with the token of its last chunk's ticket. stops: at most MAX_STOP_IDS token ids."""
+    def activate(self, ticket, slot, position, left, stops, sampler):
+        """Start slot with the token of its last chunk's `ticket`. stops: at most MAX_STOP_IDS token ids."""
         padded = np.full(MAX_STOP_IDS, -1, np.int32)
         padded[:len(stops)] = stops
-        self._state = self._programs.activate(self._state, chunk["ticket"], np.int32(slot), np.int32(position),
+        self._state = self._programs.activate(self._state, ticket, np.int32(slot), np.int32(position),
                                               np.int32(left), padded, sampler)
 
     def free(self, slot):

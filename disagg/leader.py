@@ -10,8 +10,6 @@ import time
 
 from absl import logging
 
-from disagg.loop import CHAIN_EVERY
-
 
 class Leader:
     def __init__(self, control, scheduler, stages, *, deadline_s, stall_s):
@@ -23,6 +21,7 @@ class Leader:
         self._handlers = {}                      # request id -> handler
         self._numbers = itertools.count()
         self._chains = {}                        # plan -> {process: hash of what it has executed up to it}
+        self.corrupted = 0                       # reports of chunks with a wrong checksum
         self.error = None                        # why the cell cannot serve any more
         self._stopped = False                    # the loop below is to end
         self._ended, self._ending = False, threading.Lock()  # it has ended: no command is taken any more
@@ -176,6 +175,11 @@ class Leader:
             self.error = self.error or f"transfer {number} failed: {error}"
         self._scheduler.arrived(process, number, error, token)
 
+    def on_corrupt(self, process, number, why):
+        self.corrupted += 1
+        logging.error("transfer %d: %s", number, why)
+        self._scheduler.corrupt(number, f"transfer {number}: {why}")
+
     def on_tokens(self, process, d, rows, bests):
         self._stages.tokens(d)
         self._scheduler.tokens(d, rows, bests)
@@ -186,14 +190,20 @@ class Leader:
     def on_out_of_step(self, process, why):
         self._end(f"transfers are out of step: {why}")
 
-    def on_chain(self, process, plan, chain):
-        """Compare what the processes have issued; all must have issued the same."""
+    def on_chain(self, process, plan, chains):
+        """Compare what the processes have executed and issued, plan by plan; all must have done the same."""
         seen = self._chains.setdefault(plan, {})
-        seen[process] = chain
-        if 0 in seen:
-            for q, theirs in seen.items():
-                if theirs != seen[0]:
-                    self._end(f"process {q} diverged from process 0 between plans {max(0, plan - CHAIN_EVERY + 1)} and {plan}: "
-                              "it did not issue the same transfers")
+        seen[process] = chains
+        for i, at in enumerate(range(plan - len(chains) + 1, plan + 1)):
+            done = {}
+            for q, theirs in sorted(seen.items()):
+                done.setdefault(theirs[i], []).append(q)
+            if len(done) > 1:
+                *odd, most = sorted(done.values(), key=len)
+                if len(odd[-1]) == len(most):  # with two processes nobody can say which of them it was
+                    self._end(f"processes {most[0]} and {odd[-1][0]} diverged at plan {at}: they did not issue the same transfers")
+                else:
+                    self._end(f"process {odd[0][0]} diverged from the others at plan {at}: it did not issue the same transfers")
+                return
         for old in [n for n in self._chains if n < plan - 1000]:
             del self._chains[old]

@@ -15,10 +15,12 @@ The operations, JSON lists:
 The reports:
   ["computed", number]  ["first", number, request, token, best]   from a prefill engine's leader
   ["arrived", number, error, token]                               from every process of the receiving engine
+  ["corrupt", number, why]                                        before it, if the values are not those that were sent
   ["tokens", d, rows, bests]                                      from a decode engine's leader
   ["broken", role, index, why]                                    an engine's computation failed
   ["out_of_step", why]                                            a transfer brought what another one should have
-  ["chain", plan, hash]                                           debug: what this process has executed and issued so far
+  ["chain", plan, hashes]                                         debug: what this process had executed and issued after each
+                                                                  of the last plans up to this one
 
 Three threads: this one reads the log and is the only one to dispatch programs and transfers, one polls for arrivals, one
 reads results from the devices. Nothing here depends on anything that is not in the log.
@@ -37,7 +39,7 @@ from absl import logging
 
 from disagg import sampling
 
-CHAIN_EVERY = 8  # plans between two comparisons in debug mode
+CHAIN_EVERY = 8  # plans of one report in debug mode
 POLL_S = 0.0005
 
 
@@ -67,6 +69,7 @@ class Loop:
         threads = [threading.Thread(target=self._guard, args=(t,), daemon=True, name=t.__name__) for t in (self._watch, self._read)]
         for t in threads:
             t.start()
+        chains = []  # after each plan since the last comparison
         try:
             while True:
                 n, ops = self._control.next()
@@ -78,8 +81,10 @@ class Loop:
                     getattr(self, f"op_{name}")(*args)
                 if self._hash_chain:
                     self._chain.update(json.dumps(ops).encode() + self._transfers.chain.digest())
-                    if n % CHAIN_EVERY == 0:
-                        self._control.report("chain", n, self._chain.hexdigest())
+                    chains.append(self._chain.hexdigest())
+                    if len(chains) == CHAIN_EVERY:
+                        self._control.report("chain", n, chains)
+                        chains = []
         finally:
             self._results.put(None)
             with self._lock:
@@ -117,7 +122,7 @@ class Loop:
         self._decode.write(chunk, slot, start)
         if activation:
             position, left, stops, sampler = activation
-            self._decode.activate(chunk, slot, position, left, stops, sampling.pack(*sampler))
+            self._decode.activate(chunk["ticket"], slot, position, left, stops, sampling.pack(*sampler))
 
     def op_decode(self, d, read):
         if d == self._d:
@@ -174,6 +179,10 @@ class Loop:
                     self._control.report("out_of_step", f"process {self._topology.process} waited for transfer {number} "
                                          f"of request {request} and received transfer {tag[0]} of request {tag[1]}")
                     error = "out of step"
+            if not error and (wrong := self._transfers.wrong_sums(parts)):
+                device, sent, found = wrong[0]
+                self._control.report("corrupt", number, f"what arrived at {device} is not what was sent: its checksum is "
+                                     f"{found:08x}, not {sent:08x}")
         except jax.errors.JaxRuntimeError as e:
             error = f"process {self._topology.process}: {str(e).splitlines()[0]}"
         with self._lock:

@@ -27,9 +27,13 @@ class Request:
 @dataclasses.dataclass
 class _Chunk:
     number: int            # of the transfer
+    sequence: object       # its _Sequence; None when that has ended before the chunk arrived
+    p: int
+    d: int
     start: int
     length: int
     last: bool
+    bytes: int             # on their way
     waiting: set           # processes that have not reported it arrived
 
 
@@ -67,17 +71,21 @@ def read_length(reads, positions):
 
 
 class Scheduler:
-    def __init__(self, *, prefill, decode, interleaved, slots, buckets, reads, steps, prefill_ahead, decode_ahead):
+    def __init__(self, *, prefill, decode, interleaved, slots, buckets, reads, steps, prefill_ahead, decode_ahead, chunk_bytes,
+                 pair_bytes, total_bytes):
         """prefill, decode: the process ids of each engine. buckets: ascending, the last is the chunk size. reads: lengths of
         the cache that calls are compiled to read, ascending, the last is all of it. steps: decode steps a call.
-        prefill_ahead, decode_ahead: chunks and calls an engine may have planned that are not reported."""
+        prefill_ahead, decode_ahead: chunks and calls an engine may have planned that are not reported. chunk_bytes: what a
+        chunk of each bucket moves; pair_bytes, total_bytes: what may be on its way from one engine to another, and in all."""
         self._prefill = [_Prefill(p) for p in prefill]
         self._decode = [_Decode(p, slots) for p in decode]
         self._interleaved, self._buckets, self._chunk, self._reads = interleaved, buckets, buckets[-1], reads
         self._steps, self._prefill_ahead, self._decode_ahead = steps, prefill_ahead, decode_ahead
         self._queue = collections.deque()
         self._running = {}                      # request id -> _Sequence
-        self._chunks = {}                       # transfer number -> (_Sequence, _Chunk), not written yet
+        self._chunk_bytes, self._pair_bytes, self._total_bytes = chunk_bytes, pair_bytes, total_bytes
+        self._chunks = {}                       # transfer number -> _Chunk, neither written nor discarded yet
+        self._moving = collections.Counter()    # (p, d) -> bytes sent that not all of the receiver's processes have reported
         self._transfers = 0
         self._computing = {}                    # interleaved: transfer number -> prefill engine
         self._ops = []                          # decided between plans: free, discard, drop
@@ -123,17 +131,29 @@ class Scheduler:
 
     def arrived(self, process, number, error, token):
         """A process of the decode engine has a chunk with this token in its ticket, or (error, a string) never will."""
-        if number not in self._chunks:
+        chunk = self._chunks.get(number)
+        if chunk is None:
             return
-        sequence, chunk = self._chunks[number]
         if error:
-            self.lose("prefill", sequence.p, f"the transfer of request {sequence.request.id} from it failed: {error}")
+            self.lose("prefill", chunk.p, f"transfer {number} from it failed: {error}")
         elif process in chunk.waiting:
             chunk.waiting.discard(process)
             if not chunk.waiting:
-                self._prefill[sequence.p].in_flight -= 1
+                self._moving[chunk.p, chunk.d] -= chunk.bytes
+                if chunk.sequence is None:
+                    self._discard(chunk)
+                    return
+                self._prefill[chunk.p].in_flight -= 1
                 if chunk.last:
-                    sequence.first = token
+                    chunk.sequence.first = token
+
+    def corrupt(self, number, why):
+        """A chunk has arrived with wrong values: its request cannot go on."""
+        chunk = self._chunks.get(number)
+        if chunk is not None and chunk.sequence is not None:
+            request = chunk.sequence.request
+            self._release(chunk.sequence)
+            self.events.append(("error", request.id, why))
 
     def tokens(self, d, rows, bests):
         """The oldest unreported decode call of engine d. rows: [steps][slots] token ids, -1 where none was made."""
@@ -167,6 +187,9 @@ class Scheduler:
                 self.events.append(("error", s.request.id, message))
             elif s.p == index and role == "prefill" and not s.made and s.first is not None:
                 self.first(s.request.id, s.first, [])  # its own report may never come
+        for chunk in [c for c in self._chunks.values() if c.sequence is None and index == (c.p if role == "prefill" else c.d)]:
+            self._moving[chunk.p, chunk.d] -= chunk.bytes  # it will not arrive any more
+            self._discard(chunk)
         self._fail_if_nothing_lives(message)
 
     def lose_process(self, process, why):
@@ -184,11 +207,8 @@ class Scheduler:
 
     def plan(self):
         """The next plan's operations; an empty list when there is nothing to do until the next report."""
-        self._admit()
-        ops, self._ops = self._ops, []
-        for p, engine in enumerate(self._prefill):
-            if engine.alive and engine.current and engine.in_flight < self._prefill_ahead:
-                ops += self._prefill_ops(p, engine)
+        prefills = self._prefill_ops()
+        ops, self._ops = self._ops + prefills, []
         for s in list(self._running.values()):
             ops += self._write_ops(s)
         for d, engine in enumerate(self._decode):
@@ -208,42 +228,70 @@ class Scheduler:
         engine.steps.append(dict(engine.active))
         return [["decode", d, read_length(self._reads, max(lengths))]]
 
-    def _admit(self):
+    def _prefill_ops(self):
+        """The next chunk of every prefill engine that may have one more on its way: of the request it has begun, or of the
+        next in the queue. Where the whole job has no room for a chunk, no younger request takes what room there is."""
+        ops = []
+        able = [p for p, e in enumerate(self._prefill) if e.alive and e.in_flight < self._prefill_ahead]
+        begun = [p for p in able if self._prefill[p].current]
+        for p in sorted(begun, key=lambda p: self._prefill[p].current.request.id):
+            s = self._prefill[p].current
+            size = self._size(s.request, s.next)
+            if self._moving.total() + size > self._total_bytes:
+                return ops
+            if self._moving[p, s.d] + size <= self._pair_bytes:
+                ops += self._chunk_ops(s)
         while self._queue:
-            ways = [(-len(decode.free), prefill.in_flight, prefill.planned, p, d)
-                    for p, prefill in enumerate(self._prefill)
-                    if prefill.alive and prefill.current is None and prefill.in_flight < self._prefill_ahead
+            size = self._size(self._queue[0], 0)
+            if self._moving.total() + size > self._total_bytes:
+                return ops
+            ways = [(-len(decode.free), self._prefill[p].in_flight, self._prefill[p].planned, p, d)
+                    for p in able if self._prefill[p].current is None and self._prefill[p].in_flight < self._prefill_ahead
                     for d, decode in enumerate(self._decode) if decode.alive and decode.free
-                    if not self._interleaved or p == d]
+                    if (p == d if self._interleaved else self._moving[p, d] + size <= self._pair_bytes)]
             if not ways:
-                return
+                return ops
             *_, p, d = min(ways)
             request = self._queue.popleft()
-            sequence = _Sequence(request, p, d, self._decode[d].free.pop(0))
-            self._running[request.id] = self._prefill[p].current = sequence
+            s = self._running[request.id] = self._prefill[p].current = _Sequence(request, p, d, self._decode[d].free.pop(0))
+            ops += self._chunk_ops(s)
+        return ops
 
-    def _prefill_ops(self, p, engine):
-        """One chunk of the engine's current request, and its transfer."""
-        s = engine.current
+    def _size(self, request, start):
+        """Bytes that the chunk from this position moves."""
+        length = min(len(request.tokens) - start, self._chunk)
+        return 0 if self._interleaved else self._chunk_bytes[self._bucket(length)]
+
+    def _bucket(self, length):
+        return next(b for b in self._buckets if b >= length)
+
+    def _chunk_ops(self, s):
+        """The next chunk of a sequence, and its transfer."""
+        engine = self._prefill[s.p]
         part = s.request.tokens[s.next:s.next + self._chunk]
         number, self._transfers = self._transfers, self._transfers + 1
         last = s.next + len(part) == len(s.request.tokens)
-        chunk = _Chunk(number, s.next, len(part), last, set() if self._interleaved else set(self._decode[s.d].processes))
+        chunk = _Chunk(number, s, s.p, s.d, s.next, len(part), last, self._size(s.request, s.next),
+                       set() if self._interleaved else set(self._decode[s.d].processes))
         s.chunks.append(chunk)
-        self._chunks[number] = s, chunk
+        self._chunks[number] = chunk
+        self._moving[s.p, s.d] += chunk.bytes
         s.next += len(part)
         engine.planned += len(part)
         if last:
             engine.current = None
         engine.in_flight += 1
         read = read_length(self._reads, chunk.start)
-        ops = [["prefill", p, number, s.request.id, list(part), chunk.start, read, last, s.request.sampler]]
+        ops = [["prefill", s.p, number, s.request.id, list(part), chunk.start, read, last, s.request.sampler]]
         if self._interleaved:
-            self._computing[number] = p
+            self._computing[number] = s.p
         else:
-            bucket = next(b for b in self._buckets if b >= len(part))
-            ops.append(["transfer", number, p, s.d, bucket, s.request.id])
+            ops.append(["transfer", number, s.p, s.d, self._bucket(len(part)), s.request.id])
         return ops
+
+    def _discard(self, chunk):
+        del self._chunks[chunk.number]
+        self._ops.append(["discard", chunk.number])
 
     def _write_ops(self, s):
         """Write the chunks that have arrived, in order; activate with the last one."""
@@ -274,15 +322,21 @@ class Scheduler:
         self.events.append(("finish", s.request.id, reason))
 
     def _release(self, s, ended=False):
-        """Give back all that a sequence holds, exactly once. ended: the device has ended it by itself."""
+        """Give back all that a sequence holds, exactly once. ended: the device has ended it by itself.
+
+        What is still on its way to it keeps the next chunk from being sent only by its bytes: until it has arrived, or
+        until its sender or receiver is lost.
+        """
         del self._running[s.request.id]
         prefill, decode = self._prefill[s.p], self._decode[s.d]
         if prefill.current is s:
             prefill.current = None
         for chunk in s.chunks:
-            del self._chunks[chunk.number]
-            prefill.in_flight -= bool(chunk.waiting)
-            self._ops.append(["discard", chunk.number])
+            chunk.sequence = None
+            if chunk.waiting:
+                prefill.in_flight -= 1
+            else:
+                self._discard(chunk)
         if decode.active.pop(s.slot, None) and not ended:
             self._ops.append(["free", s.d, s.slot])
         if decode.alive:

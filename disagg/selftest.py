@@ -4,6 +4,7 @@ It is also the warm-up: it opens the connections (about 2 s the first time betwe
 transfer's programs. All processes run it in the same order.
 """
 
+import functools
 import itertools
 import time
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from disagg import prefill
+from disagg import chunk as chunks
 
 
 def pattern(shape, number):
@@ -37,14 +38,14 @@ def wait(arrays, deadline_s, what):
         raise RuntimeError(f"{what} failed: {e}") from None
 
 
-def run(model, topology, transfers, buckets, deadline_s, meanwhile):
+def run(topology, transfers, buckets, deadline_s, meanwhile):
     """Send and check; -> for every pair that this process receives from, (p, d) -> GB/s of the largest bucket.
 
     meanwhile(): called while the first transfers open their connections. Raises RuntimeError naming the pair if a value
     is wrong, TimeoutError if one does not arrive.
     """
-    shapes = {b: prefill.chunk_shape(model, b) for b in buckets}
-    fill, check = _programs(topology, shapes)
+    form = transfers.form
+    fill, check = _programs(topology, {b: form.shape(b) for b in buckets})
     numbers = itertools.count(1)
 
     def send(p, d, bucket):
@@ -62,10 +63,13 @@ def run(model, topology, transfers, buckets, deadline_s, meanwhile):
         what = (f"self-test: transfer of {bucket} positions from {topology.prefill[p].name} to {topology.decode[d].name}")
         wait(parts, deadline_s, what)
         seconds = time.monotonic() - started
-        right = check(transfers.routes[p, d].join(parts), np.uint32(number), bucket)
+        joined = transfers.routes[p, d].join(parts)
+        right = check({name: joined[name] for name in form.shape(bucket)}, np.uint32(number), bucket)
         if wrong := [name for name, ok in right.items() if not ok.addressable_data(0)]:
             raise RuntimeError(f"{what} delivered wrong values in {', '.join(wrong)}")
-        return sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes[bucket])) / seconds / 1e9
+        if wrong := transfers.wrong_sums(parts):
+            raise RuntimeError(f"{what}: the values are right and their checksums differ: {wrong}")
+        return form.bytes(bucket) / seconds / 1e9
 
     opened = {pair: send(*pair, buckets[0]) for pair in transfers.routes}
     meanwhile()
@@ -78,8 +82,11 @@ def run(model, topology, transfers, buckets, deadline_s, meanwhile):
 
 def _programs(topology, shapes):
     """This process's programs: fill(number, bucket) -> chunk on its prefill mesh; check(chunk, number, bucket) -> bools."""
-    pattern_of = lambda n, bucket: {name: pattern(s, n) for name, s in shapes[bucket].items()}
-    same = lambda got, n, bucket: jax.tree.map(lambda g, w: jnp.all(g == w), got, pattern_of(n, bucket))
+    pattern_of = lambda n, bucket: jax.tree.map(lambda s: pattern(s, n), shapes[bucket])
     source = topology.my_prefill
-    layout = prefill.chunk_shardings(source.mesh) if source else None
+    layout = chunks.shardings(source.mesh, shapes[min(shapes)]) if source else None
+
+    def same(got, n, bucket):
+        equal = jax.tree.map(lambda g, w: jnp.all(g == w), got, pattern_of(n, bucket))
+        return {name: functools.reduce(jnp.logical_and, jax.tree.leaves(ok)) for name, ok in equal.items()}
     return (jax.jit(pattern_of, static_argnums=1, out_shardings=layout), jax.jit(same, static_argnums=2))

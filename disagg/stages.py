@@ -7,10 +7,7 @@ import collections
 import dataclasses
 import time
 
-import jax
 from absl import logging
-
-from disagg import prefill
 
 
 @dataclasses.dataclass
@@ -27,10 +24,9 @@ class _Chunk:
 
 
 class Stages:
-    def __init__(self, model, topology, buckets):
-        self._topology = topology
-        self._bytes = {b: sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(prefill.chunk_shape(model, b)))
-                       for b in buckets}
+    def __init__(self, topology, chunk_bytes):
+        """chunk_bytes: of a chunk of each bucket."""
+        self._topology, self._bytes = topology, chunk_bytes
         self._chunks = {}                              # number -> _Chunk, until it is written or discarded and computed
         self._free_at = [0.0] * len(topology.prefill)  # when an engine had computed its latest chunk
         self._calls = [collections.deque() for _ in topology.decode]  # when each unreported decode call was planned

@@ -12,13 +12,15 @@ shardings on both sides, and the shards that one source process sends in a call 
 """
 
 import dataclasses
+import functools
 import hashlib
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from disagg import prefill, sharding
+from disagg import chunk as chunks
+from disagg import sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +74,19 @@ def _handle(shape, dtype, shard):
 class Route:
     """The way from one prefill mesh to one decode mesh, as one process sees it."""
 
-    def __init__(self, model, source, destination, process):
-        """source, destination: topology.Engine; process: the own process id."""
-        self._model, self._source, self._destination, self._process = model, source.mesh, destination.mesh, process
+    def __init__(self, form, source, destination, process):
+        """form: chunk.Format; source, destination: topology.Engine; process: the own process id."""
+        self._form, self._source, self._destination, self._process = form, source.mesh, destination.mesh, process
         owner = lambda mesh: [d.process_index for d in mesh.devices.flat]
         self.parts, self.calls = regroup(owner(source.mesh), owner(destination.mesh))
         self._meshes = {c: (_subset(source.mesh, c.source), _subset(destination.mesh, c.destination)) for c in self.calls}
         self._cut = self._source.size < self._destination.size
-        self._send_shardings = prefill.chunk_shardings(source.mesh)
-        self._receive_shardings = prefill.chunk_shardings(destination.mesh)
+        shardings = functools.partial(chunks.shardings, chunk=form.sent_shape(1))
+        self._on_source, self._on_destination = shardings(source.mesh), shardings(destination.mesh)
+        self._on_call = {c: tuple(map(shardings, meshes)) for c, meshes in self._meshes.items()}
         self._handles = {}
-        self._split = jax.jit(self._split_rows, static_argnums=1, out_shardings=self._send_shardings)
-        self._join = jax.jit(self._join_rows, out_shardings=self._receive_shardings)
+        self._split = jax.jit(self._split_rows, static_argnums=1, out_shardings=self._on_source)
+        self._join = jax.jit(self._join_rows, out_shardings=self._on_destination)
 
     @property
     def one_call(self):
@@ -99,17 +102,17 @@ class Route:
         if self.one_call:
             received = jax.device_put(self._operand(self.calls[0], bucket, chunk), self._target(self.calls[0]))
             return [received] if self._receives(self.calls[0]) else None
-        pieces = []
+        received = []
         cut = chunk is not None and self._cut
         sources = [self._split(chunk, part) if cut else chunk for part in range(self.parts)]
         for call in self.calls:
             out = jax.device_put(self._operand(call, bucket, sources[call.part]), self._target(call))
             if self._receives(call):
-                pieces.append((call.part, out))
-        return self._assemble(bucket, pieces) if pieces else None
+                received.append((call.part, out))
+        return self._assemble(bucket, received) if received else None
 
     def join(self, parts):
-        """A received chunk from the list that `issue` gave, on the decode mesh: [L,K*C,D] with the rows in order."""
+        """A received chunk from the list that `issue` gave, on the decode mesh, with the rows in order."""
         return parts[0] if len(parts) == 1 else self._join(parts)
 
     # The operand of a call on this process: data, a handle, or a bystander's tiny handle.
@@ -117,22 +120,20 @@ class Route:
     def _operand(self, call, bucket, chunk):
         mesh = self._meshes[call][0]
         if chunk is not None and self._owns(mesh):
-            return chunk if mesh is self._source else self._shards(chunk, mesh, call, bucket)
+            return chunk if mesh is self._source else self._shards(chunk, call, bucket)
         key = (call, bucket if self._receives(call) else None)
         if key not in self._handles:
             if self._receives(call):
-                shapes = self._call_shape(call, bucket)
-                self._handles[key] = jax.tree.map(lambda s, sh: _handle(s.shape, s.dtype, sh), shapes,
-                                                  prefill.chunk_shardings(mesh))
+                self._handles[key] = {name: jax.tree.map(lambda s: _handle(s.shape, s.dtype, self._on_call[call][0][name]), shape)
+                                      for name, shape in self._call_shape(call, bucket).items()}
             else:
                 self._handles[key] = _handle((mesh.size,), jnp.int32, sharding.named(mesh, ("wire",)))
         return self._handles[key]
 
     def _target(self, call):
-        mesh = self._meshes[call][1]
         if self._receives(call) or self._owns(self._meshes[call][0]):
-            return prefill.chunk_shardings(mesh)
-        return sharding.named(mesh, ("wire",))
+            return self._on_call[call][1]
+        return sharding.named(self._meshes[call][1], ("wire",))
 
     def _receives(self, call):
         return self._owns(self._meshes[call][1])
@@ -140,58 +141,80 @@ class Route:
     def _owns(self, mesh):
         return any(d.process_index == self._process for d in mesh.devices.flat)
 
+    def _rows_shape(self, bucket, devices):
+        """Shapes of what so many devices send or get in a call."""
+        rows = lambda s: jax.ShapeDtypeStruct((s.shape[0], s.shape[1] * devices // self._form.units, *s.shape[2:]), s.dtype)
+        return chunks.map_rows(rows, self._form.sent_shape(bucket))
+
     def _call_shape(self, call, bucket):
-        """Shapes of what one call moves: the rows of as many devices as it has."""
-        whole = prefill.chunk_shape(self._model, bucket)
-        pieces = max(self._source.size, self._destination.size)
-        rows = lambda s: jax.ShapeDtypeStruct((s.shape[0], s.shape[1] // pieces * len(call.source), *s.shape[2:]), s.dtype)
-        return {name: s if name == "ticket" else rows(s) for name, s in whole.items()}
+        return self._rows_shape(bucket, len(call.source))
 
-    def _shards(self, chunk, mesh, call, bucket):
-        """The chunk's shards on the devices of `mesh` as arrays over it."""
+    def _shards(self, chunk, call, bucket):
+        """The chunk's shards on the devices of a call's source as arrays over them."""
+        mesh, shapes = self._meshes[call][0], self._call_shape(call, bucket)
         devices = set(mesh.devices.flat)
-        return jax.tree.map(
-            lambda x, s, sh: jax.make_array_from_single_device_arrays(
-                s.shape, sh, [p.data for p in x.addressable_shards if p.device in devices], dtype=s.dtype),
-            chunk, self._call_shape(call, bucket), prefill.chunk_shardings(mesh))
+        return {name: jax.tree.map(
+            lambda x, s: jax.make_array_from_single_device_arrays(
+                s.shape, self._on_call[call][0][name], [p.data for p in x.addressable_shards if p.device in devices], dtype=s.dtype),
+            chunk[name], shapes[name]) for name in shapes}
 
-    def _assemble(self, bucket, pieces):
-        """Received pieces, (part, tree over some of the devices), as whole trees over the decode mesh, without a copy."""
-        whole = prefill.chunk_shape(self._model, bucket)
-        groups = 1 if self._cut else self.parts
+    def _assemble(self, bucket, received):
+        """What the calls brought, (part, tree over some of the devices), as whole trees over the decode mesh, without a copy."""
+        groups = range(1 if self._cut else self.parts)
+        shapes = self._form.sent_shape(bucket) if self._cut else self._rows_shape(bucket, self._destination.size)
 
         def gather(name, group):
-            shape = whole[name]
-            data = {p.device: p.data for part, tree in pieces if self._cut or part == group
-                    for p in tree[name].addressable_shards}
-            dims = shape.shape if name == "ticket" else (shape.shape[0], shape.shape[1] // groups, *shape.shape[2:])
-            return jax.make_array_from_single_device_arrays(dims, self._receive_shardings[name], list(data.values()),
-                                                            dtype=shape.dtype)
-        return [{name: gather(name, g) for name in whole} for g in range(groups)]
+            got = [tree[name] for part, tree in received if self._cut or part == group]
+            def one(s, *arrays):
+                data = {p.device: p.data for a in arrays for p in a.addressable_shards}
+                return jax.make_array_from_single_device_arrays(s.shape, self._on_destination[name], list(data.values()), dtype=s.dtype)
+            return jax.tree.map(one, shapes[name], *got)
+        return [{name: gather(name, g) for name in shapes} for g in groups]
 
     def _split_rows(self, chunk, part):
-        cut = lambda x: x[:, part * x.shape[1] // self.parts:(part + 1) * x.shape[1] // self.parts]
-        return {name: x if name == "ticket" else cut(x) for name, x in chunk.items()}
+        return chunks.map_rows(lambda x: x[:, part * x.shape[1] // self.parts:(part + 1) * x.shape[1] // self.parts], chunk)
 
     def _join_rows(self, parts):
-        """Device t's rows are its parts' one after the other: [L, devices, rows each, D] stacked before the rows."""
+        """Device t's rows are its parts' one after the other: [l, devices, rows each, ...] stacked before the rows."""
         def join(*xs):
-            L, rows, D = xs[0].shape
+            l, rows, *rest = xs[0].shape
             b = self._destination.size
-            return jnp.stack([x.reshape(L, b, rows // b, D) for x in xs], 2).reshape(L, rows * len(xs), D)
-        return {name: parts[0][name] if name == "ticket" else join(*[p[name] for p in parts]) for name in parts[0]}
+            return jnp.stack([x.reshape(l, b, rows // b, *rest) for x in xs], 2).reshape(l, rows * len(xs), *rest)
+        return chunks.map_rows(join, *parts)
 
 
 class Transfers:
     """All routes of the job, and the chain of what this process issued, for the comparison in debug mode."""
 
-    def __init__(self, model, topology):
-        self.routes = {(p, d): Route(model, topology.prefill[p], topology.decode[d], topology.process)
+    def __init__(self, form, topology):
+        self.form = form
+        self.routes = {(p, d): Route(form, topology.prefill[p], topology.decode[d], topology.process)
                        for p, d in topology.pairs}
         self.chain = hashlib.blake2b(digest_size=8)
+        if form.checksum and topology.my_prefill:
+            self._seal = jax.jit(functools.partial(chunks.sums, units=form.units),
+                                 out_shardings=sharding.named(topology.my_prefill.mesh, chunks.ROWS))
+        self._sums_here = jax.jit(functools.partial(chunks.sums, units=1))
 
     def issue(self, transfer, p, d, bucket, chunk):
-        """Transfer number `transfer`: see Route.issue."""
+        """Transfer number `transfer`: see Route.issue. Here the chunk gets its sums."""
+        if chunk is not None and self.form.checksum:
+            chunk = chunk | {"sums": self._seal(chunks.kv(chunk))}
         received = self.routes[p, d].issue(bucket, chunk)
         self.chain.update(repr((transfer, p, d, bucket)).encode())
         return received
+
+    def wrong_sums(self, parts):
+        """Of a chunk that has arrived, [(device, sum as sent, sum of what is there)] where the two differ, on this
+        process's devices.
+
+        Each device runs a program of its own, so that no process has to wait for another: any thread may call this.
+        """
+        if not self.form.checksum:
+            return []
+        checks = []
+        for part in parts:
+            for i, shard in enumerate(part["sums"].addressable_shards):
+                here = jax.tree.map(lambda x: x.addressable_data(i), chunks.kv(part))
+                checks.append((shard.device, shard.data, self._sums_here(here)))
+        return [(str(device), int(sent[0, 0]), int(found[0, 0])) for device, sent, found in checks if int(sent[0, 0]) != int(found[0, 0])]

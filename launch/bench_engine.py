@@ -13,7 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from configs import smollm2
-from disagg import prefill, sampling
+from disagg import chunk as chunks
+from disagg import sampling
 from disagg.decode import DecodeEngine
 from disagg.prefill import PrefillEngine
 from models import llama
@@ -75,12 +76,12 @@ def _seconds(work):
 def _decode(model, params, mesh, batch, read):
     """A function that gives tokens/s of a full decode engine, each slot just behind its prompt."""
     engine = DecodeEngine(model, params, mesh, slots=batch, cache_length=CACHE, steps=STEPS, top=0)
-    chunk = {name: jnp.ones(s.shape, s.dtype) for name, s in prefill.chunk_shape(model, USED).items()}
+    chunk = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), _form(model).shape(USED))
 
     def measure():
         for slot in range(batch):
             engine.write(chunk, slot, 0)
-            engine.activate(chunk, slot, USED, CACHE - USED, [], GREEDY)
+            engine.activate(chunk["ticket"], slot, USED, CACHE - USED, [], GREEDY)
         jax.block_until_ready(engine.run(read))
         return batch * STEPS * CALLS / _seconds(lambda: [engine.run(read) for _ in range(CALLS)])
     return measure
@@ -88,8 +89,12 @@ def _decode(model, params, mesh, batch, read):
 
 def _prefill(model, params, mesh, tokens):
     """A function that gives tokens/s of one prompt, its first token included."""
-    engine = PrefillEngine(model, params, mesh, cache_length=CACHE, buckets=(tokens,), top=0)
+    engine = PrefillEngine(model, params, mesh, _form(model), cache_length=CACHE, buckets=(tokens,), top=0)
     return lambda: tokens / _seconds(lambda: engine.run([1] * tokens, 0, 0, True, GREEDY, 0, 0))
+
+
+def _form(model):
+    return chunks.Format(model, units=1, piece_bytes=2**62, checksum=False)
 
 
 class _Peer:

@@ -101,7 +101,8 @@ def _bare_steps(config, client, topo, repeats):
     limits = cell.Limits.of(config, model.config.max_length)
     engine, rates = None, []
     if topo.my_decode:
-        _, engine = cell.load_engines(model, topo, limits, program.loader(config, model))
+        form = cell.chunk_format(config, model, topo, limits)
+        _, engine = cell.load_engines(model, topo, limits, form, program.loader(config, model))
         jax.block_until_ready(engine.run(limits.cache_length))
     for r in range(repeats):
         client.wait_at_barrier(f"bare{r}", 60_000)

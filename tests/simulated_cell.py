@@ -50,15 +50,19 @@ class Slot:
 
 class Cell:
     def __init__(self, *, prefill=(1,), decode=(1,), slots=2, chunk=4, steps=2, prefill_ahead=2, decode_ahead=2,
-                 interleaved=False, choose=lambda options: options[0]):
-        """prefill, decode: processes of each engine. choose: what happens where anything may, of a list of options."""
+                 pair_bytes=1000, total_bytes=1000, interleaved=False, choose=lambda options: options[0]):
+        """prefill, decode: processes of each engine. A position is 10 bytes. choose: what happens where anything may, of a
+        list of options."""
         ids = iter(range(100))
         self.decode = [[next(ids) for _ in range(n)] for n in decode]
         self.prefill = self.decode if interleaved else [[next(ids) for _ in range(n)] for n in prefill]
         self.interleaved, self.buckets, self.steps, self.choose = interleaved, (chunk // 2, chunk), steps, choose
         self.ahead = {"prefill": prefill_ahead, "decode": decode_ahead}
+        self.chunk_bytes = {b: 10 * b for b in self.buckets}
+        self.limits = {"pair": pair_bytes, "total": total_bytes}
         self.scheduler = Scheduler(prefill=self.prefill, decode=self.decode, interleaved=interleaved, slots=slots,
-                                   buckets=self.buckets, reads=READS, steps=steps, prefill_ahead=prefill_ahead, decode_ahead=decode_ahead)
+                                   buckets=self.buckets, reads=READS, steps=steps, prefill_ahead=prefill_ahead, decode_ahead=decode_ahead,
+                                   chunk_bytes=self.chunk_bytes, pair_bytes=pair_bytes, total_bytes=total_bytes)
         self.dead, self.dropped = set(), set()
         self.requests, self.tokens, self.ended = {}, {}, {}   # by request id; ended: how
         self.started, self.sent_to = [], {}
@@ -127,6 +131,12 @@ class Cell:
         """Deliver an arrival as failed."""
         n, name, process, number, _, token = self.reports[key].popleft()
         self.reports[key].appendleft((n, name, process, number, error, token))
+        self.deliver(key)
+
+    def corrupt(self, key, why):
+        """Deliver an arrival of wrong values: see loop."""
+        self.scheduler.corrupt(self.reports[key][0][3], why)
+        self._take_events()
         self.deliver(key)
 
     def run(self, *kinds):
@@ -249,6 +259,8 @@ class Cell:
         chunk = self.chunks[number]
         assert not chunk.gone and chunk.request in self.ended
         chunk.gone = "discarded"
+        assert (self.interleaved or chunk.arrived == set(self.decode[chunk.d])
+                or {("prefill", chunk.p), ("decode", chunk.d)} & self.dropped), "forgotten while it is on its way"
         for process in self.decode[chunk.d]:
             self.reports.pop(("arrived", process, number), None)  # the loop forgets it
 
@@ -287,9 +299,20 @@ class Cell:
                 self.ended[number] = f"error: {details[0]}"
 
     def _in_flight(self, p):
-        """Chunks that prefill engine p has computed (interleaved) or sent that have not been reported."""
+        """Chunks that prefill engine p has computed (interleaved) or sent, not for nothing, that have not been reported."""
         return self.unreported["prefill", p] if self.interleaved else sum(
-            c.p == p and not c.gone and c.arrived != set(self.decode[c.d]) for c in self.chunks.values())
+            c.p == p and c.request not in self.ended for c in self._moving())
+
+    def _moving(self):
+        """Chunks of which a living engine may still report the arrival."""
+        return [c for c in self.chunks.values() if not self.interleaved and not c.gone and c.arrived != set(self.decode[c.d])]
+
+    def _bytes(self, p=None, d=None):
+        """On their way: from p to d, or all."""
+        return sum(self._size(c.length) for c in self._moving() if p is None or (c.p, c.d) == (p, d))
+
+    def _size(self, length):
+        return self.chunk_bytes[min(b for b in self.buckets if b >= length)]
 
     def _alive(self, role, engines):
         return [i for i in range(len(engines)) if (role, i) not in self.dropped]
@@ -299,15 +322,26 @@ class Cell:
             assert self._in_flight(p) <= self.ahead["prefill"]
         for d in self._alive("decode", self.decode):
             assert self.unreported["decode", d] <= self.ahead["decode"]
+            assert all(self._bytes(p, d) <= self.limits["pair"] for p in self._alive("prefill", self.prefill))
+        assert self._bytes() <= self.limits["total"]
 
     def _check_no_engine_is_idle(self):
         """No request waits while a prefill engine could begin it and a slot is free."""
         waiting = [i for i in self.requests if i not in self.started and i not in self.ended]
         running = [i for i in self.started if i not in self.ended]
         held = collections.Counter(self.sent_to[i] for i in running)
-        able = [p for p in self._alive("prefill", self.prefill) if self._in_flight(p) < self.ahead["prefill"]
-                and not any(i == self.at[p][0] and self.at[p][1] < len(self.requests[i].tokens) for i in running if p in self.at)]
+        may = [p for p in self._alive("prefill", self.prefill) if self._in_flight(p) < self.ahead["prefill"]]
+        begun = {p: i for p, (i, position) in self.at.items() if i in running and position < len(self.requests[i].tokens)}
+        able = [p for p in may if p not in begun]
         free = [d for d in self._alive("decode", self.decode) if held[d] < len(self.slots[d])]
         if self.interleaved:
             able = free = set(able) & set(free)
-        assert not (waiting and able and free), f"requests {waiting} wait, engines {able} and {free} are idle"
+            assert not (waiting and able), f"requests {waiting} wait, engines {able} are idle"
+            return
+        for i, ways, position in [*((i, [(p, self.sent_to[i])], self.at[p][1]) for p, i in sorted(begun.items(), key=lambda b: b[1])
+                                    if p in may), *((i, itertools.product(able, free), 0) for i in waiting[:1])]:
+            size = self._size(min(len(self.requests[i].tokens) - position, self.buckets[-1]))
+            if self._bytes() + size > self.limits["total"]:
+                break  # nor may a younger one
+            idle = [(p, d) for p, d in ways if self._bytes(p, d) + size <= self.limits["pair"]]
+            assert not idle, f"request {i} waits at position {position}, {idle} are idle"

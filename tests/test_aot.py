@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from configs import llama2
-from disagg import decode, prefill, sharding
+from disagg import chunk, decode, prefill, sharding
 from models import llama
 from tests import hlo
 
@@ -30,6 +30,7 @@ HBM = 15.75 * 2**30  # of a v5e device, as its compiler enforces it
 CONFIG = llama2.get_config("7b")
 MODEL = llama.Llama(llama.Config(**CONFIG.model.to_dict(), query_rows=8))  # 8: as on every TPU, see launch/program.py
 SLOTS, LENGTH, CHUNK, TOP = CONFIG.decode.slots, CONFIG.cache_length, CONFIG.chunk, CONFIG.top_logits
+FORM = chunk.Format(MODEL, 8, CONFIG.transfer.piece_bytes, CONFIG.transfer.checksum)
 LAYERS = MODEL.config.num_layers
 STEPS = {"decode": 1, "decode_steps": CONFIG.decode.steps}  # the programs that decode
 PROGRAMS = [*STEPS, "write", "prefill"]
@@ -64,7 +65,7 @@ def compiled(name):
     """-> the compiled program, its hlo.Program and the bytes of the cache it is given."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
     if name == "prefill":
-        programs = prefill.programs(MODEL, mesh(), cache_length=LENGTH, top=TOP)
+        programs = prefill.programs(MODEL, mesh(), FORM, cache_length=LENGTH, top=TOP)
         cache = programs.init.eval_shape()
         integers = lambda n: jax.ShapeDtypeStruct((n,), jnp.int32)
         lowered = programs.chunk.lower(params(), cache, integers(CHUNK), number, number, integers(2), read=LENGTH)
@@ -73,8 +74,10 @@ def compiled(name):
         state = programs.init.eval_shape()
         cache = state.cache
         if name == "write":
-            chunk = like(prefill.chunk_shape(MODEL, CHUNK), prefill.chunk_shardings(mesh()))
-            lowered = programs.write.lower(state, chunk["k"], chunk["v"], number, number)
+            layout = chunk.shardings(mesh(), FORM.shape(CHUNK))
+            kv = {name: jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=layout[name]), pieces)
+                  for name, pieces in chunk.kv(FORM.shape(CHUNK)).items()}
+            lowered = programs.write.lower(state, kv, number, number)
         else:
             lowered = programs.steps.lower(params(), state, read=LENGTH)
     result = lowered.compile()

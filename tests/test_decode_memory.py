@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from disagg import decode, prefill, sampling
+from disagg import decode, sampling
+from disagg.chunk import Format
 from models import llama
 
 SLOTS, LENGTH, CHUNK = 4, 8192, 512
@@ -26,7 +27,7 @@ model = llama.Llama(llama.Config(vocab_size=512, hidden_size=128, intermediate_s
 cache_bytes = sum(s.size * s.dtype.itemsize for s in model.cache_shape(SLOTS, LENGTH))
 mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
 params = jax.jit(model.init)(jax.random.key(0))
-chunk = {name: jnp.ones(s.shape, s.dtype) for name, s in prefill.chunk_shape(model, CHUNK).items()}
+chunk = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), Format(model, 1, 2**20, False).shape(CHUNK))
 
 def status(field):
     with open("/proc/self/status") as f:
@@ -42,7 +43,7 @@ def used_engine():
     engine = decode.DecodeEngine(model, params, mesh, slots=SLOTS, cache_length=LENGTH, steps=int(sys.argv[1]), top=0)
     for slot in range(SLOTS):
         engine.write(chunk, slot, 0)
-        engine.activate(chunk, slot, CHUNK, LENGTH - CHUNK, [], sampling.pack(0, 0.0, 0, 1.0))
+        engine.activate(chunk["ticket"], slot, CHUNK, LENGTH - CHUNK, [], sampling.pack(0, 0.0, 0, 1.0))
     jax.block_until_ready(engine.run(LENGTH))
     return engine
 

@@ -106,6 +106,90 @@ def test_transfers_in_flight_are_bounded():
     assert names(cell.ops).count("prefill") == 2
 
 
+def moving(cell):
+    """Transfers planned that have neither arrived nor been given up."""
+    return sum((op[0] == "transfer") - (op[0] == "discard") for op in cell.ops) - sum(c.gone == "written" for c in cell.chunks.values())
+
+
+@pytest.mark.parametrize("limit", ["pair_bytes", "total_bytes"])
+def test_bytes_on_their_way_are_bounded(limit):
+    """Three chunks of 40 bytes where 100 are allowed: the third waits until one has arrived at all of its processes."""
+    cell = Cell(prefill=(1,), decode=(2,), prefill_ahead=5, **{limit: 100})
+    cell.submit(request(0, length=12))
+    cell.run("results")
+    assert names(cell.ops).count("transfer") == 2
+    cell.deliver(("arrived", cell.decode[0][0], 0))
+    cell.run("results")
+    assert names(cell.ops).count("transfer") == 2
+    cell.deliver(("arrived", cell.decode[0][1], 0))
+    cell.run("results")
+    assert names(cell.ops).count("transfer") == 3
+    cell.finish()
+
+
+def test_one_pair_at_its_limit_leaves_the_others_alone():
+    cell = Cell(prefill=(1, 1), decode=(1,), slots=4, prefill_ahead=5, pair_bytes=40)
+    cell.submit(request(0, length=12), request(1, length=12))
+    cell.run("results")
+    assert [op[2:4] for op in cell.ops if op[0] == "transfer"] == [[0, 0], [1, 0]]
+    cell.finish()
+
+
+def test_no_younger_request_takes_the_room_of_an_older_one():
+    """80 of 100 bytes are in use: a chunk of 20 bytes would fit, but an older request waits for 40."""
+    cell = Cell(prefill=(1, 1), decode=(1,), slots=4, prefill_ahead=5, total_bytes=100)
+    cell.submit(request(0, length=12))
+    cell.run("results")
+    cell.submit(request(1, length=2))
+    cell.run("results")
+    assert [op[3] for op in cell.ops if op[0] == "prefill"] == [0, 0]
+    cell.finish()
+    assert cell.ended == {0: "length", 1: "length"}
+
+
+def test_a_cancelled_request_is_charged_until_its_chunks_have_arrived():
+    """Its slot is free at once; its bytes are not, and its chunks are forgotten only when they are there."""
+    cell = Cell(slots=1, prefill_ahead=5, pair_bytes=80)
+    cell.submit(request(0, length=12), request(1, length=3))
+    cell.run("results")
+    cell.cancel(0)
+    cell.run("results")
+    assert [op[3] for op in cell.ops if op[0] == "prefill"] == [0, 0] and "discard" not in names(cell.ops)
+    cell.deliver(("arrived", cell.decode[0][0], 1))  # in any order
+    assert cell.plan()[0] == ["discard", 1]
+    assert [op[3] for op in cell.ops if op[0] == "prefill"] == [0, 0, 1]
+    cell.finish()
+    assert sorted(op[1] for op in cell.ops if op[0] == "discard") == [0, 1]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_never_arrives_is_charged_until_its_sender_or_receiver_is_lost(role):
+    """A cancelled request's chunks do not arrive; then one end dies, and the others have all the room."""
+    cell = Cell(prefill=(1, 1), decode=(1, 1), slots=1, prefill_ahead=5, total_bytes=80)
+    cell.submit(request(0, length=12))
+    cell.plan(), cell.plan()
+    for key in [k for k in cell.reports if k[0] == "arrived"]:
+        del cell.reports[key]
+    cell.cancel(0)
+    cell.submit(request(1, length=9))
+    cell.run()
+    assert moving(cell) == 2 and 1 not in cell.started
+    cell.lose(role, 0)
+    cell.finish()
+    assert cell.ended[1] == "length" and moving(cell) == 0
+
+
+def test_a_corrupt_chunk_ends_its_request_only():
+    """One of two processes finds wrong values; the slot is given to the next request, the bytes are free on arrival."""
+    cell = Cell(decode=(2,), slots=1)
+    cell.submit(request(0, length=7), request(1, length=3))
+    cell.run("results")
+    cell.corrupt(("arrived", cell.decode[0][1], 1), "wrong sum")
+    assert cell.ended == {0: "error: wrong sum"}
+    cell.finish()
+    assert cell.ended[1] == "length" and moving(cell) == 0
+
+
 def test_interleaved_prefill_is_bounded_by_what_is_computed():
     """Nothing is transferred there; the reports of computed chunks count."""
     cell = Cell(interleaved=True, prefill_ahead=2)
@@ -279,7 +363,7 @@ def test_a_failed_transfer_loses_its_sender():
     cell.submit(request(0, length=3), request(1, length=3))
     cell.run("results")
     cell.fail(("arrived", cell.decode[0][0], 0), "reset by peer")
-    assert cell.ended == {0: "error: prefill engine 0 is lost: the transfer of request 0 from it failed: reset by peer"}
+    assert cell.ended == {0: "error: prefill engine 0 is lost: transfer 0 from it failed: reset by peer"}
     cell.finish()
     assert cell.ended[1] == "length"
 
@@ -315,6 +399,7 @@ def cells(draw):
     sizes = st.lists(st.integers(1, 2), min_size=1, max_size=3)
     return Cell(prefill=draw(sizes), decode=draw(sizes), slots=draw(st.integers(1, 3)), steps=draw(st.integers(1, 3)),
                 prefill_ahead=draw(st.integers(1, 3)), decode_ahead=draw(st.integers(1, 3)), interleaved=draw(st.booleans()),
+                pair_bytes=draw(st.integers(40, 100)), total_bytes=draw(st.integers(40, 200)),
                 choose=choose)
 
 
@@ -332,6 +417,8 @@ def play(data, cell, requests, actions):
             cell.plan()
         elif action == "report" and cell.reports:
             cell.deliver(cell.choose(cell.waiting_reports()))
+        elif action == "corrupt" and (arrivals := cell.waiting_reports("arrived")):
+            cell.corrupt(cell.choose(arrivals), "wrong sum")
         elif action == "cancel" and cell.requests:
             cell.cancel(cell.choose(list(cell.requests)))
         elif action == "kill":
@@ -361,6 +448,6 @@ def test_any_order(data, cell, requests):
 @given(st.data(), cells(), REQUESTS)
 def test_any_order_with_deaths(data, cell, requests):
     """Every request ends exactly once, those that can be served with their answer."""
-    play(data, cell, requests, ["submit", "plan", "plan", "report", "report", "report", "cancel", "kill"])
+    play(data, cell, requests, ["submit", "plan", "plan", "report", "report", "report", "cancel", "corrupt", "kill"])
     if not cell.dead:
-        assert not any(e.startswith("error") for e in cell.ended.values())
+        assert not any(e.startswith("error") and e != "error: wrong sum" for e in cell.ended.values())

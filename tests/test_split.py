@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import Mesh
 
 from disagg import sampling, sharding
+from disagg.chunk import Format
 from disagg.decode import DecodeEngine
 from disagg.prefill import PrefillEngine
 from models import llama
@@ -34,7 +35,7 @@ def answers(kv_heads, groups, devices, scanned, cache=False):
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda s: np.float32(2 * s.shape[-1] ** -0.5 * rng.normal(size=s.shape)), model.params_shape())
     params = jax.device_put(params, sharding.tree(sharding.attention_mesh(mesh, kv_heads), model.params_shape(), model.params_axes()))
-    prefill = PrefillEngine(model, params, mesh, cache_length=CACHE, buckets=BUCKETS, top=3)
+    prefill = PrefillEngine(model, params, mesh, Format(model, devices, 1000, False), cache_length=CACHE, buckets=BUCKETS, top=3)
     decode = DecodeEngine(model, params, mesh, slots=SLOTS, cache_length=CACHE, steps=STEPS, top=3)
     tokens, scores = [], []
     slots = (3, 0, 2)
@@ -43,7 +44,7 @@ def answers(kv_heads, groups, devices, scanned, cache=False):
             last = start + BUCKETS[-1] >= PROMPT
             chunk, best = prefill.run(prompt[start:start + BUCKETS[-1]], start, start, last, GREEDY, 1, slot)
             decode.write(chunk, slot, start)
-        decode.activate(chunk, slot, PROMPT, CACHE - PROMPT, [], GREEDY)
+        decode.activate(chunk["ticket"], slot, PROMPT, CACHE - PROMPT, [], GREEDY)
         tokens.append(int(best[0][0]))
         scores.append(np.asarray(best[1]))
     for _ in range(2):

@@ -1,0 +1,130 @@
+"""What a chunk of KV is on its way from a prefill engine to a decode engine.
+
+A dict: for each array of the cache (k, v, and their scales where the cache is quantised) a tuple of pieces, groups of layers
+[l,K*C] or [l,K*C,D], head after head; the rows, axis 1, are cut over all devices of an engine, whether they divide the heads
+or not. Several arrays of one call travel over several streams, and the engines make and take them without a copy.
+
+"ticket", int32 [3]: the token sampled after the chunk's last valid position (-1: not the last chunk), the number of the
+transfer and of the request. The receiver checks the last two.
+
+"sums", uint32 [1,units], where checksums are on: of each unit of rows, the least that goes from one device to one other.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from disagg import sharding
+
+ROWS = ("layers", "wire")
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """The same on all processes of a job. units: devices of the largest engine. piece_bytes: what goes in one array from
+    one device to another should have at least this size."""
+
+    model: object
+    units: int
+    piece_bytes: int
+    checksum: bool
+
+    def shape(self, bucket):
+        """Tree of jax.ShapeDtypeStruct of a chunk of this bucket, without its sums."""
+        cache = self.model.cache_shape(1, bucket)
+
+        def pieces(s):
+            L, _, K, C, *rest = s.shape
+            return tuple(jax.ShapeDtypeStruct((b - a, K * C, *rest), s.dtype) for a, b in self._groups(s))
+        return {name: pieces(s) for name, s in cache._asdict().items()} | {"ticket": jax.ShapeDtypeStruct((3,), jnp.int32)}
+
+    def sent_shape(self, bucket):
+        """... and with them."""
+        return self.shape(bucket) | ({"sums": jax.ShapeDtypeStruct((1, self.units), jnp.uint32)} if self.checksum else {})
+
+    def bytes(self, bucket):
+        """Of all that moves."""
+        return sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(self.sent_shape(bucket)))
+
+    def _groups(self, s):
+        """(first, last + 1) of each group of layers; s: the shape of one array of the cache."""
+        each = s.size * s.dtype.itemsize // self.units
+        count = min(s.shape[0], max(1, each // self.piece_bytes))
+        ends = [round(i * s.shape[0] / count) for i in range(count + 1)]
+        return list(zip(ends, ends[1:]))
+
+    def pack(self, new, tag):
+        """The cache's arrays of a chunk's positions [L,1,K,C,...] -> a chunk without a token. tag int32 [2]: transfer, request."""
+        def pieces(x):
+            flat = x.reshape(x.shape[0], x.shape[2] * x.shape[3], *x.shape[4:])
+            return tuple(flat[a:b] for a, b in self._groups(x))
+        return {name: pieces(x) for name, x in new._asdict().items()} | {"ticket": jnp.concatenate([jnp.array([-1]), tag])}
+
+
+def write(cache, kv, slot, start):
+    """Put a chunk's arrays (without ticket and sums) into the slot of a cache [L,B,K,T,...], from position `start`.
+
+    dynamic_update_slice into the donated cache; an indexed `.at[:, slot].set` would gather a sharded cache.
+    """
+    def put(whole, pieces):
+        layer = 0
+        for x in pieces:
+            new = x.reshape(x.shape[0], 1, whole.shape[2], -1, *x.shape[2:])
+            whole = jax.lax.dynamic_update_slice(whole, new, (layer, slot, 0, start, *[0] * (new.ndim - 4)))
+            layer += x.shape[0]
+        return whole
+    return cache._replace(**{name: put(getattr(cache, name), pieces) for name, pieces in kv.items()})
+
+
+def kv(chunk):
+    """A chunk's arrays of the cache alone."""
+    return {name: x for name, x in chunk.items() if name not in ("ticket", "sums")}
+
+
+def shardings(mesh, chunk):
+    """NamedShardings for a chunk on an engine's flat mesh, for each of its names one."""
+    return {name: sharding.replicated(mesh) if name == "ticket" else sharding.named(mesh, ROWS) for name in chunk}
+
+
+def map_rows(function, *chunks):
+    """A chunk of function(arrays of the same place in each chunk), the first chunk's ticket as it is."""
+    return {name: x if name == "ticket" else jax.tree.map(function, x, *(c[name] for c in chunks[1:]))
+            for name, x in chunks[0].items()}
+
+
+# The checksum: words of 32 bits, each times an odd number of its place, added modulo 2**32, so that no change of one word and
+# hardly any exchange of two goes unnoticed. The sum over layers comes first: it is what XLA for CPU does at the memory's speed.
+
+def sums(kv, units):
+    """uint32 [1,units] of a chunk's arrays, of each unit of their rows."""
+    total, layer = jnp.zeros(units, jnp.uint32), 0
+    for name in sorted(kv):
+        words = [_words(x) for x in kv[name]]  # each [l,rows,words]
+        over_layers = jnp.zeros(words[0].shape[1:], jnp.uint32)
+        for x in words:
+            weights = _odd(layer + jnp.arange(x.shape[0], dtype=jnp.uint32))
+            over_layers += jnp.sum(x * weights[:, None, None], 0, dtype=jnp.uint32)
+            layer += x.shape[0]
+        place = over_layers.reshape(units, -1, over_layers.shape[1])
+        index = jax.lax.broadcasted_iota(jnp.uint32, place.shape, 1) * np.uint32(place.shape[2]) + jax.lax.broadcasted_iota(
+            jnp.uint32, place.shape, 2)
+        total += jnp.sum(place * _odd(index), (1, 2), dtype=jnp.uint32)
+    return total[None]
+
+
+def _words(x):
+    """[l,rows] or [l,rows,D] of any dtype -> uint32 [l,rows,words]; a row's bytes that do not fill a word count as words."""
+    x = x.reshape(*x.shape[:2], -1)
+    each = 4 // x.dtype.itemsize
+    if each > 1 and x.shape[2] % each == 0:
+        x = x.reshape(*x.shape[:2], -1, each)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize if x.ndim == 3 else 4]
+    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+
+
+def _odd(index):
+    """An odd number for each index, uint32, as if by chance."""
+    mixed = index * np.uint32(2654435761)
+    return (mixed ^ (mixed >> 15)) * np.uint32(2246822519) | np.uint32(1)
