@@ -5,6 +5,7 @@ sends reports to process 0; each carries its position in the log and serves as h
 processes, so that this file is all that has to change for another transport.
 """
 
+import contextlib
 import json
 import queue
 import threading
@@ -145,6 +146,9 @@ class Control:
         while any(not m.ended for m in self._members.values()) and time.monotonic() < end:
             time.sleep(0.005)
         self._closed.set()
+        if self.num_processes > 1:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._client.key_value_delete(f"{self._name}/")
         return [q for q, m in self._members.items() if not m.ended]
 
     # Threads and the store.

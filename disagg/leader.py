@@ -194,6 +194,8 @@ class Leader:
         """Compare what the processes have executed and issued, plan by plan; all must have done the same."""
         seen = self._chains.setdefault(plan, {})
         seen[process] = chains
+        if not seen.keys() >= self._control.positions().keys():
+            return  # with all of them it can be said who is the odd one
         for i, at in enumerate(range(plan - len(chains) + 1, plan + 1)):
             done = {}
             for q, theirs in sorted(seen.items()):
@@ -201,7 +203,8 @@ class Leader:
             if len(done) > 1:
                 *odd, most = sorted(done.values(), key=len)
                 if len(odd[-1]) == len(most):  # with two processes nobody can say which of them it was
-                    self._end(f"processes {most[0]} and {odd[-1][0]} diverged at plan {at}: they did not issue the same transfers")
+                    one, other = sorted((most[0], odd[-1][0]))
+                    self._end(f"processes {one} and {other} diverged at plan {at}: they did not issue the same transfers")
                 else:
                     self._end(f"process {odd[0][0]} diverged from the others at plan {at}: it did not issue the same transfers")
                 return

@@ -41,6 +41,11 @@ class Engine:
     def leader(self):
         return self.processes[0]
 
+    @property
+    def owners(self):
+        """The process of each position of the mesh."""
+        return [p for p in self.processes for _ in range(self.mesh.size // len(self.processes))]
+
 
 @dataclasses.dataclass(frozen=True)
 class Topology:

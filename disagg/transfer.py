@@ -77,8 +77,7 @@ class Route:
     def __init__(self, form, source, destination, process):
         """form: chunk.Format; source, destination: topology.Engine; process: the own process id."""
         self._form, self._source, self._destination, self._process = form, source.mesh, destination.mesh, process
-        owner = lambda mesh: [d.process_index for d in mesh.devices.flat]
-        self.parts, self.calls = regroup(owner(source.mesh), owner(destination.mesh))
+        self.parts, self.calls = regroup(source.owners, destination.owners)
         self._meshes = {c: (_subset(source.mesh, c.source), _subset(destination.mesh, c.destination)) for c in self.calls}
         self._cut = self._source.size < self._destination.size
         shardings = functools.partial(chunks.shardings, chunk=form.sent_shape(1))

@@ -1,4 +1,4 @@
-"""JAX on four CPU devices in the test process, reproducible property tests, and what several test files share."""
+"""JAX on eight CPU devices in the test process, reproducible property tests, and what several test files share."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from disagg import tokenizer as tokenizer_lib
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("default")
 

@@ -6,7 +6,11 @@ import signal
 import subprocess
 import unittest.mock as mock
 
-from disagg import decode, transfer
+import jax
+import numpy as np
+
+from disagg import chunk as chunks
+from disagg import decode, sharding, transfer
 
 
 @contextlib.contextmanager
@@ -75,6 +79,61 @@ def swap(count):
             sent.append(chunk)
             if len(sent) == count:
                 chunk = sent[-2]
+        return issue(self, number, p, d, bucket, chunk)
+    return mock.patch.object(transfer.Transfers, "issue", patched)
+
+
+def exchange(count):
+    """The process sends its count-th chunk only after the next one."""
+    issue, sent, held = transfer.Transfers.issue, [], []
+
+    def patched(self, number, p, d, bucket, chunk):
+        if number >= 0 and chunk is not None:
+            sent.append(number)
+            if len(sent) == count:
+                held.append((number, p, d, bucket, chunk))
+                return None
+        result = issue(self, number, p, d, bucket, chunk)
+        if held:
+            issue(self, *held.pop())
+        return result
+    return mock.patch.object(transfer.Transfers, "issue", patched)
+
+
+def extra(count, what):
+    """Before its count-th chunk the process sends something else to the same devices, behind the program's back: "a chunk",
+    the one that it sends next once more, or "a number" of each device."""
+    issue, sent = transfer.Transfers.issue, []
+
+    def patched(self, number, p, d, bucket, chunk):
+        if number >= 0 and chunk is not None:
+            sent.append(number)
+            if len(sent) == count:
+                route = self.routes[p, d]
+                source, destination = (sharding.named(mesh, ("wire",)) for mesh in (route._source, route._destination))
+                numbers = jax.make_array_from_callback((route._source.size,), source, lambda at: np.zeros(1, np.int32))
+                if what == "a chunk":
+                    jax.device_put(self.routes[p, d]._operand(route.calls[0], bucket, chunk | {"sums": self._seal(chunks.kv(chunk))}),
+                                   route._target(route.calls[0]))
+                else:
+                    jax.device_put(numbers, destination)
+        return issue(self, number, p, d, bucket, chunk)
+    return mock.patch.object(transfer.Transfers, "issue", patched)
+
+
+def corrupt(count):
+    """One number of the process's count-th chunk changes after its checksum is computed, before it is sent."""
+    issue, sent = transfer.Transfers.issue, []
+    change = jax.jit(lambda x: x.at[-1, -1, -1].add(1))
+
+    def patched(self, number, p, d, bucket, chunk):
+        if number >= 0 and chunk is not None:
+            sent.append(number)
+            if len(sent) == count:
+                route = self.routes[p, d]
+                damaged = lambda sealed: sealed | {"v": (change(sealed["v"][0]), *sealed["v"][1:])}
+                with mock.patch.object(route, "issue", lambda bucket, sealed: transfer.Route.issue(route, bucket, damaged(sealed))):
+                    return issue(self, number, p, d, bucket, chunk)
         return issue(self, number, p, d, bucket, chunk)
     return mock.patch.object(transfer.Transfers, "issue", patched)
 

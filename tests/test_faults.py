@@ -74,7 +74,7 @@ def test_skipped_send(tmp_path, solo):
     codes, text = run(tmp_path, START, processes=2, faults=[["skip", 0, "send", 5]])
     assert all(codes), text
     check(tmp_path, solo, at_least=0, error="")
-    assert "out of step" in text or "diverged" in text, text
+    assert "out of step" in text or "processes 0 and 1 diverged at plan" in text, text
 
 
 def test_skipped_receive(tmp_path, solo):
@@ -89,7 +89,7 @@ def test_skipping_bystander(tmp_path, solo):
     codes, text = run(tmp_path, TWO_PREFILL, processes=3, faults=[["skip", 1, "pass", 3]])
     assert all(codes), text
     check(tmp_path, solo, at_least=0, error="")
-    assert "process 1 diverged" in text or "out of step" in text, text
+    assert "process 1 diverged from the others at plan" in text or "out of step" in text, text
 
 
 def test_swapped_request(tmp_path, solo):
@@ -97,6 +97,27 @@ def test_swapped_request(tmp_path, solo):
     codes, text = run(tmp_path, START, processes=2, faults=[["swap", 0, 5]])
     assert all(codes), text
     check(tmp_path, solo, at_least=0, error="out of step")
+
+
+@pytest.mark.parametrize("fault", [["exchange", 0, 5], ["extra", 0, 5, "a chunk"], ["extra", 0, 5, "a number"]],
+                         ids=["a swapped pair", "an extra chunk", "an extra number"])
+def test_another_order_of_transfers(tmp_path, solo, fault):
+    """Transfers in another order than the log's, or besides it: the cell ends before any token is made from wrong data."""
+    codes, text = run(tmp_path, START, processes=2, faults=[fault])
+    assert all(codes), text
+    check(tmp_path, solo, at_least=0, error="transfer")
+
+
+def test_corrupt_chunk(tmp_path, solo):
+    """A number that changes on the way ends its request, and no other one."""
+    codes, text = run(tmp_path, START, processes=2, faults=[["corrupt", 0, 5]])
+    assert codes == [0, 0], text
+    answers = cluster.answers(tmp_path, "case")
+    assert "its checksum is" in answers[4]["error"]["message"]
+    assert [a["index"] for a in answers if "error" in a] == [4]
+    for answer in answers:
+        if "error" not in answer:
+            assert_same_tokens(solo[answer["index"]], answer)
 
 
 def test_shifted_kv_is_not_equal(tmp_path, solo):
