@@ -51,14 +51,14 @@ class Cluster:
 
 
 def job(folder, cases, *, processes, devices, start=None, base=("tiny",)):
-    """A Cluster of tests.worker processes that run these cases: [{"name", "config", "requests", "faults"}].
+    """A Cluster of tests.worker processes that run these cases: [{"name", "config", "requests" or "soak", "faults"}].
 
     base: module of configs, and its variant if it has any.
     """
     folder = pathlib.Path(folder)
     for case in cases:
         case["input"], case["output"] = (str(folder / f"{case['name']}.{end}.jsonl") for end in ("in", "out"))
-        pathlib.Path(case["input"]).write_text("".join(json.dumps(r) + "\n" for r in case.pop("requests")))
+        pathlib.Path(case["input"]).write_text("".join(json.dumps(r) + "\n" for r in case.pop("requests", [])))
     spec = folder / "spec.json"
     spec.write_text(json.dumps({"coordinator": f"127.0.0.1:{free_port()}", "num_processes": processes, "cpu_devices": devices,
                                 "base": base, "start": start or {}, "cases": cases}))

@@ -4,13 +4,14 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 import unittest.mock as mock
 
 import jax
 import numpy as np
 
 from disagg import chunk as chunks
-from disagg import decode, sharding, transfer
+from disagg import decode, leader, sharding, transfer
 
 
 @contextlib.contextmanager
@@ -136,6 +137,32 @@ def corrupt(count):
                     return issue(self, number, p, d, bucket, chunk)
         return issue(self, number, p, d, bucket, chunk)
     return mock.patch.object(transfer.Transfers, "issue", patched)
+
+
+def cancel_at_arrival(request, count):
+    """The leader cancels a request when the count-th of its chunks has arrived everywhere; its front end hears an error."""
+    on_arrived, arrivals = leader.Leader.on_arrived, []
+
+    def patched(self, process, number, error, token):
+        chunk = self._stages._chunks.get(number)
+        on_arrived(self, process, number, error, token)
+        if chunk is not None and chunk.request == request:
+            arrivals.append(number)
+            if len(arrivals) == count:
+                handler = self._handlers[request]
+                self._cancel(request)
+                handler("error", f"cancelled with {count} chunks there")
+    return mock.patch.object(leader.Leader, "on_arrived", patched)
+
+
+def slow_decode(seconds):
+    """Every decode call takes so much longer."""
+    run = decode.DecodeEngine.run
+
+    def patched(self, read):
+        time.sleep(seconds)
+        return run(self, read)
+    return mock.patch.object(decode.DecodeEngine, "run", patched)
 
 
 def shift_kv(by):

@@ -56,7 +56,8 @@ def mixed_requests():
 GOLDENS = [golden.request(g) for g in golden.load()]
 TPS = (1, 2, 4)
 TWO = {f"interleaved tp {tp}": (interleaved(2, 1, tp), GOLDENS) for tp in TPS}
-TWO |= {f"prefill tp {a} decode tp {b}": (disaggregated((1, 1, a), (1, 1, b)), GOLDENS) for a in TPS for b in TPS}
+OTHERS = {f"prefill tp {a} decode tp {b}": (disaggregated((1, 1, a), (1, 1, b)), GOLDENS) for a in TPS for b in TPS}
+TWO |= {f"prefill {name}": OTHERS.pop(f"prefill {name}") for name in ("tp 1 decode tp 1", "tp 1 decode tp 4", "tp 4 decode tp 2")}
 TWO |= {"prefill tp 1 decode tp 2, reading parts": (disaggregated((1, 1, 1), (1, 1, 2)) | READS, GOLDENS)}
 SOLO = interleaved(4, 1, 1) | {"decode.slots": 1}  # a slot an engine: every request is decoded alone
 FOUR = {
@@ -73,6 +74,11 @@ FOUR = {
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     return run_group(tmp_path_factory.mktemp("two"), TWO, processes=2, devices=4, seconds=500)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    return run_group(tmp_path_factory.mktemp("others"), OTHERS, processes=2, devices=4, seconds=500)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +100,13 @@ def check_goldens(answers):
 def test_goldens(two, name):
     """Tokens and logits are transformers', at every tensor-parallel size of either side."""
     check_goldens(two[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_goldens_over_the_other_sizes(others, name):
+    """... which the bytes themselves say too, in less time: see test_route."""
+    check_goldens(others[name])
 
 
 @pytest.mark.parametrize("name", [name for name, (_, requests) in FOUR.items() if requests is GOLDENS])

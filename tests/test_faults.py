@@ -19,8 +19,8 @@ def requests(count, tokens=40):
     return [{"prompt": [1, *range(10 + i, 40 + i)], "max_tokens": tokens, "temperature": 0, "ignore_eos": True} for i in range(count)]
 
 
-def run(folder, config, *, processes, faults, count=12, tokens=40, seconds=180):
-    case = {"name": "case", "config": config, "requests": requests(count, tokens), "faults": faults}
+def run(folder, config, *, processes, faults, asked=None, seconds=180):
+    case = {"name": "case", "config": config, "requests": asked or requests(12), "faults": faults}
     with cluster.job(folder, [case], processes=processes, devices=1) as job:
         codes = job.wait(seconds)
         return codes, job.text(lines=60)
@@ -118,6 +118,27 @@ def test_corrupt_chunk(tmp_path, solo):
     for answer in answers:
         if "error" not in answer:
             assert_same_tokens(solo[answer["index"]], answer)
+
+
+def test_cancelled_with_half_of_its_chunks_there(tmp_path, solo):
+    """The rest arrives for nobody: the slot's next request and all others have their right tokens."""
+    long = {"prompt": [1, *range(10, 137)], "max_tokens": 4, "temperature": 0}
+    small = START | {"chunk": 16, "buckets": [16], "prefill.ahead": 4}
+    codes, text = run(tmp_path, small, processes=2, faults=[["cancel_at_arrival", 0, 0, 4]], asked=[long, *requests(12)])
+    assert codes == [0, 0], text
+    first, *rest = cluster.answers(tmp_path, "case")
+    assert first["error"]["message"] == "cancelled with 4 chunks there"
+    for alone, answer in zip(solo, rest, strict=True):
+        assert_same_tokens(alone, answer)
+
+
+def test_no_free_slot_for_long(tmp_path, solo):
+    """Requests wait for the only slot for longer than the deadline: nobody is taken for dead, nothing is lost."""
+    config = START | {"decode.slots": 1, "control.deadline_s": 1.5, "control.heartbeat_s": 0.2}
+    codes, text = run(tmp_path, config, processes=2, faults=[["slow_decode", 1, 0.05]], asked=requests(3))
+    assert codes == [0, 0], text
+    for alone, answer in zip(solo, cluster.answers(tmp_path, "case")):
+        assert_same_tokens(alone, answer)
 
 
 def test_shifted_kv_is_not_equal(tmp_path, solo):

@@ -3,11 +3,13 @@
   python -m tests.worker SPEC.json PROCESS_ID
 
 SPEC: {"coordinator", "num_processes", "cpu_devices", "base" (module of configs, its variant or none), "start" (config
-overrides for joining), "cases": [{"name", "config" (overrides), "input", "output" (paths), "faults": [[name, ...]]}]}. A
-case's end is written by process 0 to output + ".end". Runs the program's own code; only the reading of device memory is
+overrides for joining), "cases": [{"name", "config" (overrides), "input", "output" (paths), "faults": [[name, ...]], "soak" (arguments of
+tests.soak.Soak)}]}. A soak takes the place of the requests, and every process writes its samples to output + ".watch" + its
+number. A case's end is written by process 0 to output + ".end". Runs the program's own code; only the reading of device memory is
 watched, and faults are put in where asked.
 """
 
+import contextlib
 import functools
 import importlib
 import json
@@ -20,7 +22,7 @@ from absl import logging
 from disagg import compilation_cache, topology
 from launch import program
 from launch.batch import Batch
-from tests import faults, host_reads
+from tests import faults, host_reads, soak
 
 
 def run(spec, process):
@@ -33,9 +35,12 @@ def run(spec, process):
     for case in spec["cases"]:
         config = configured(spec["base"], spec.get("start", {}) | case["config"])
         topo = topology.build(config, jax.devices(), process)
-        with faults.injected(case.get("faults", []), process):
-            error = program.serve(config, functools.partial(Batch, case["input"], case["output"]), topo,
-                               client=topology.coordination_client(), name=case["name"])
+        client, front, watch = topology.coordination_client(), functools.partial(Batch, case["input"], case["output"]), None
+        if "soak" in case:
+            front = lambda *_: soak.Soak(case["output"], **case["soak"])
+            watch = soak.Watch(f"{case['output']}.watch{process}", client, case["name"], process)
+        with faults.injected(case.get("faults", []), process), watch or contextlib.nullcontext():
+            error = program.serve(config, front, topo, client=client, name=case["name"])
         if process == 0:
             pathlib.Path(case["output"] + ".end").write_text(json.dumps(error))
         if error:
