@@ -15,8 +15,7 @@ WATCH_S = 0.25
 
 class Soak:
     """Keeps `width` requests under way until `count` have ended. `cancel`: the share that is cancelled, after up to
-    `patience_s`. Writes what became of each to `output`: {"begun": time, "requests": [{"id",
-    "end", "tokens", "asked"}]}."""
+    `patience_s`. Keeps nothing: writes when it began to `output`, then a line for each, {"id", "end", "tokens", "asked"}."""
 
     def __init__(self, output, *, count, width, cancel, patience_s, longest):
         self._output, self._count, self._width, self._cancel = output, count, width, cancel
@@ -24,20 +23,24 @@ class Soak:
         self._rng = random.Random(5)
 
     def __call__(self, leader):
-        room, results, lock = threading.Semaphore(self._width), [], threading.Lock()
-        timers, begun = [], time.time()
+        with open(self._output, "w") as output:
+            output.write(f"{time.time()}\n")
+            self._serve(leader, output)
+
+    def _serve(self, leader, output):
+        room, lock, timers = threading.Semaphore(self._width), threading.Lock(), []
 
         def end(result, how):
             with lock:
                 if result["end"] is None:
                     result["end"] = how
+                    output.write(json.dumps(result) + "\n")
                     room.release()
 
         for _ in range(self._count):
             room.acquire()
             number = leader.new_id()
             result = {"id": number, "end": None, "tokens": 0}
-            results.append(result)
 
             def handler(kind, *details, result=result):
                 if kind == "tokens":
@@ -53,13 +56,13 @@ class Soak:
             leader.submit(Request(number, tuple(self._rng.randint(3, 400) for _ in range(length)), result["asked"], (),
                                   (number, self._rng.choice([0.0, 1.0]), 0, 1.0)), handler)
             if self._rng.random() < self._cancel:
+                timers = [t for t in timers if t.is_alive()]
                 timers.append(threading.Timer(self._rng.random() * self._patience_s, cancel))
                 timers[-1].start()
         for _ in range(self._width):
             room.acquire()
         for timer in timers:
             timer.join()
-        pathlib.Path(self._output).write_text(json.dumps({"begun": begun, "requests": results}))
 
 
 class Watch:
