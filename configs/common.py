@@ -40,6 +40,7 @@ def get_config():
 
     c.cache_length = 2048         # positions a slot holds: prompt and new tokens together
     c.chunk = 512                 # prompt tokens of one prefill call; divides cache_length
+    c.kv_cache_dtype = ""         # 'int8': the cache that is decoded from, and what is transferred, with a scale a position and head
     c.buckets = (64, 128, 256, 512)  # lengths that a chunk is padded to; the last one is the chunk
     c.reads = (512,)              # lengths of the cache, below all of it, that attention may read: the least that will do
 

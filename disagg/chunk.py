@@ -36,9 +36,9 @@ class Format:
         cache = self.model.cache_shape(1, bucket)
 
         def pieces(s):
-            L, _, K, C, *rest = s.shape
+            _, _, K, C, *rest = s.shape
             return tuple(jax.ShapeDtypeStruct((b - a, K * C, *rest), s.dtype) for a, b in self._groups(s))
-        return {name: pieces(s) for name, s in cache._asdict().items()} | {"ticket": jax.ShapeDtypeStruct((3,), jnp.int32)}
+        return {name: pieces(s) for name, s in _arrays(cache)} | {"ticket": jax.ShapeDtypeStruct((3,), jnp.int32)}
 
     def sent_shape(self, bucket):
         """... and with them."""
@@ -60,7 +60,12 @@ class Format:
         def pieces(x):
             flat = x.reshape(x.shape[0], x.shape[2] * x.shape[3], *x.shape[4:])
             return tuple(flat[a:b] for a, b in self._groups(x))
-        return {name: pieces(x) for name, x in new._asdict().items()} | {"ticket": jnp.concatenate([jnp.array([-1]), tag])}
+        return {name: pieces(x) for name, x in _arrays(new)} | {"ticket": jnp.concatenate([jnp.array([-1]), tag])}
+
+
+def _arrays(cache):
+    """(name, array) of each array of a cache."""
+    return [(name, x) for name, x in cache._asdict().items() if x is not None]
 
 
 def write(cache, kv, slot, start):

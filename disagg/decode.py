@@ -59,6 +59,19 @@ def free(state, slot):
     return state._replace(left=state.left.at[slot].set(0))
 
 
+def _append(cache, new, at):
+    """Write one position of all layers, of each slot at another place: `at` int32 [B], none where it is past the end."""
+    L, B, K, T = cache.k.shape[:4]
+    index = (jnp.arange(L)[:, None, None], jnp.arange(B)[None, :, None], jnp.arange(K), at[None, :, None])
+
+    def write(c, n):
+        if c.ndim == 5:  # a scatter without a copy
+            return c.at[index].set(n[:, :, :, 0], mode="drop", unique_indices=True)
+        # Of the scales, a scatter would write single numbers, for which XLA for TPU rearranges all of them and back.
+        return jnp.where(at[:, None, None] == jnp.arange(T), n, c)
+    return jax.tree.map(write, cache, new)
+
+
 def decode_step(model, on_shards, top, params, state, read):
     """One token for every active slot; none of them has more than `read` positions in the cache.
 
@@ -68,12 +81,8 @@ def decode_step(model, on_shards, top, params, state, read):
     active = state.left > 0
     x, new = model.forward(params, state.token[:, None], jnp.where(active, state.position, 0), state.cache,
                            read=read, on_shards=on_shards)
-    # One copy-free scatter for all layers. Inactive slots write past the end, where mode="drop" drops it: a slot that
-    # is being filled must not be touched.
-    L, B, K, T, _ = state.cache.k.shape
-    at = jnp.where(active, state.position, T)
-    index = (jnp.arange(L)[:, None, None], jnp.arange(B)[None, :, None], jnp.arange(K), at[None, :, None])
-    cache = jax.tree.map(lambda c, n: c.at[index].set(n[:, :, :, 0], mode="drop", unique_indices=True), state.cache, new)
+    # Inactive slots write past the end, where nothing is: a slot that is being filled must not be touched.
+    cache = _append(state.cache, model.to_cache(new), jnp.where(active, state.position, state.cache.k.shape[3]))
     token, scores = sampling.sample(model.logits(params, x[:, 0]), state.sampler, state.position + 1)
     stopped = jnp.any(state.stops == token[:, None], -1)
     state = state._replace(cache=cache, token=jnp.where(active, token, state.token), position=state.position + active,
@@ -103,7 +112,8 @@ class Programs(NamedTuple):
 
 def programs(model, mesh, *, slots, cache_length, steps, top):
     split = sharding.attention_mesh(mesh, model.config.num_kv_heads)
-    cache = sharding.tree(split, model.cache_shape(slots, cache_length), model.cache_axes(), sharding.DECODE)
+    shape = model.cache_shape(slots, cache_length)
+    cache = sharding.tree(split, shape, model.axes_of(shape), sharding.DECODE)
     whole = sharding.replicated(mesh)
     shardings = State(cache, whole, whole, whole, whole, sampling.Sampling(*[whole] * 4))
     jit = functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)

@@ -1,6 +1,6 @@
 """The prefill engine: prompts in chunks, each chunk's KV handed out for the transfer.
 
-The working cache of the prompt stays here; a chunk attends to it and to itself. A chunk is padded to a bucket and reads
+The working cache of the prompt stays here, unquantised; a chunk attends to it and to itself. A chunk is padded to a bucket and reads
 one of a few lengths of the cache; one program is compiled for each pair.
 """
 
@@ -24,7 +24,7 @@ def prefill_chunk(model, on_shards, form, params, cache, tokens, start, length, 
     """
     x, new = model.forward(params, tokens[None], start[None], cache, read=read, on_shards=on_shards)
     cache = jax.tree.map(lambda c, n: jax.lax.dynamic_update_slice(c, n, (0, 0, 0, start, 0)), cache, new)
-    return cache, form.pack(new, tag), jax.lax.dynamic_slice_in_dim(x[0], length - 1, 1)
+    return cache, form.pack(model.to_cache(new), tag), jax.lax.dynamic_slice_in_dim(x[0], length - 1, 1)
 
 
 def first_token(model, top, params, x, position, sampler, tag):
@@ -47,10 +47,11 @@ class Programs(NamedTuple):
 
 def programs(model, mesh, form, *, cache_length, top):
     split = sharding.attention_mesh(mesh, model.config.num_kv_heads)
-    caches = sharding.tree(split, model.cache_shape(1, cache_length), model.cache_axes(), sharding.PREFILL)
+    shape = model.working_shape(1, cache_length)
+    caches = sharding.tree(split, shape, model.axes_of(shape), sharding.PREFILL)
     whole = sharding.replicated(mesh)
     return Programs(
-        init=jax.jit(functools.partial(model.init_cache, 1, cache_length), out_shardings=caches),
+        init=jax.jit(functools.partial(model.init_working, 1, cache_length), out_shardings=caches),
         chunk=jax.jit(functools.partial(prefill_chunk, model, sharding.on_shards(split, sharding.PREFILL), form), donate_argnums=1,
                       static_argnames="read", out_shardings=(caches, chunk.shardings(mesh, form.shape(1)), whole)),
         first=jax.jit(functools.partial(first_token, model, top), out_shardings=whole))

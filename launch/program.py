@@ -12,7 +12,8 @@ def make_model(config):
     """The model of the config, its unset fields from the checkpoint. Raises ValueError."""
     fields = llama_weights.merge(config.model.to_dict(), config.checkpoint)
     backend = jax.default_backend()
-    return llama.Llama(llama.Config(**fields, query_rows=8 if backend == "tpu" else 1, scan_layers=backend != "cpu"))
+    return llama.Llama(llama.Config(**fields, kv_cache_dtype=config.kv_cache_dtype, query_rows=8 if backend == "tpu" else 1,
+                                    scan_layers=backend != "cpu"))
 
 
 def loader(config, model):

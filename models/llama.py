@@ -30,6 +30,7 @@ class Config:
     """Architecture of one Llama; frozen and built by keyword, so that a misspelt field is an error.
 
     `dtype` is the dtype of weights, activations and cache; norms, softmax and logits are computed in float32.
+    `kv_cache_dtype` "int8" quantises the cache that is decoded from: see `quantize`.
     `query_rows`: the query rows of one kv head are padded to this many before the attention products (8 on TPU keeps
     multi-head models on the matrix unit; 1 pads nothing).
     `rope_type` is "default" or "llama3" (frequencies scaled as in the published Llama 3.1 model code; the three
@@ -55,6 +56,7 @@ class Config:
     rope_original_length: int = 8192
     tie_embeddings: bool = False
     dtype: str = "float32"
+    kv_cache_dtype: str = ""
     query_rows: int = 1
     scan_layers: bool = True
 
@@ -72,22 +74,28 @@ class Config:
             raise ValueError(f"model.rope_type must be 'default' or 'llama3', got {self.rope_type!r}")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"model.dtype must be float32, bfloat16 or float16, got {self.dtype!r}")
+        if self.kv_cache_dtype not in ("", "int8"):
+            raise ValueError(f"kv_cache_dtype must be '' (that of the model) or 'int8', got {self.kv_cache_dtype!r}")
 
 
 class KV(NamedTuple):
-    """Keys and values, each [layers, batch, kv_heads, length, head_dim] in the model's dtype."""
+    """Keys and values, each [layers, batch, kv_heads, length, head_dim] in the model's dtype, or int8 with a float32 scale
+    for each position and head, [layers, batch, kv_heads, length]."""
 
     k: jax.Array
     v: jax.Array
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
 
 
-KV_AXES = KV(*[("layers", "batch", "kv_heads", "length", "head_dim")] * 2)
+_SCALE = ("layers", "batch", "kv_heads", "length")
+KV_AXES = KV(*[(*_SCALE, "head_dim")] * 2, *[_SCALE] * 2)
 
 # The arguments and results of `attend`. "rows": the new tokens that ask; "new": those that are attended to; "columns": N*D.
 _ROTATION = ("batch", "new", None, None)
 _HEADS = ("batch", "kv_heads", "new", "head_dim")
 ATTEND_AXES = (("batch", "rows", "kv_heads", None, "head_dim"), *[("batch", "new", "kv_heads", "head_dim")] * 2,
-               *[("batch", "kv_heads", "length", "head_dim")] * 2, *[("batch", "rows", None, None)] * 2, *[_ROTATION] * 2,
+               *[KV_AXES.k[1:]] * 2, *[_SCALE[1:]] * 2, *[("batch", "rows", None, None)] * 2, *[_ROTATION] * 2,
                ("batch", "length"), ("rows", "new"))
 ATTENDED_AXES = [("batch", "rows", "columns"), _HEADS, _HEADS]
 TOGETHER_AXES = ("batch", "new", "kv_heads", None, "head_dim")
@@ -128,12 +136,24 @@ def rotate(x, cos, sin):
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).astype(x.dtype)
 
 
-def attend(q, k, v, k_cache, v_cache, cos_rows, sin_rows, cos, sin, visible, causal, *, query_rows):
+def quantize(kv):
+    """KV in floating point -> KV of int8 [-127, 127] with the scales: x = scale * int8, the largest of a position's head is 127."""
+    def one(x):
+        x = x.astype(jnp.float32)
+        scale = jnp.abs(x).max(-1) / 127
+        return jnp.round(x / jnp.where(scale > 0, scale, 1)[..., None]).astype(jnp.int8), scale
+    (k, k_scale), (v, v_scale) = one(kv.k), one(kv.v)
+    return KV(k, v, k_scale, v_scale)
+
+
+def attend(q, k, v, k_cache, v_cache, k_scale, v_scale, cos_rows, sin_rows, cos, sin, visible, causal, *, query_rows):
     """Attention of R new tokens over the cache's visible positions and over the S new tokens, queries and keys rotated here.
 
     The new keys and values join the softmax beside the cache because they are written to it only after the layers.
     q [B,R,K,G,D]; k, v [B,S,K,D]; k_cache, v_cache [B,K,T,D]; cos_rows, sin_rows [B,R,1,D/2] and cos, sin [B,S,1,D/2];
     visible [B,T] bool; causal [R,S] bool -> [B,R,N*D], and k, v for the cache [B,K,S,D].
+    k_scale, v_scale [B,K,T] of an int8 cache, else None, are applied to scores and probabilities: T numbers and not T*D, and
+    the cache is read as it is.
     """
     B, R, K, G, D = q.shape
     k_new, v_new = rotate(k, cos, sin).swapaxes(1, 2), v.swapaxes(1, 2)
@@ -143,20 +163,21 @@ def attend(q, k, v, k_cache, v_cache, cos_rows, sin_rows, cos, sin, visible, cau
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
     causal = jnp.pad(jnp.repeat(causal, G, 0), ((0, padding), (0, 0)))
 
-    def scores(keys, mask):
-        s = jnp.einsum("bkrd,bktd->bkrt", q, keys, preferred_element_type=jnp.float32)
-        return jnp.where(mask, s * D ** -0.5, MASKED)
+    def scores(keys, mask, scale=None):
+        s = jnp.einsum("bkrd,bktd->bkrt", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * D ** -0.5
+        return jnp.where(mask, s if scale is None else s * scale[:, :, None], MASKED)
 
-    s_cache = scores(k_cache, visible[:, None, None])
+    s_cache = scores(k_cache, visible[:, None, None], k_scale)
     s_new = scores(k_new, causal)
     top = jnp.maximum(s_cache.max(-1, keepdims=True, initial=MASKED), s_new.max(-1, keepdims=True))
     p_cache, p_new = jnp.exp(s_cache - top), jnp.exp(s_new - top)
     total = p_cache.sum(-1, keepdims=True) + p_new.sum(-1, keepdims=True)
 
-    def mix(p, values):
-        return jnp.einsum("bkrt,bktd->bkrd", p.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    def mix(p, values, scale=None):
+        p = p if scale is None else p * scale[:, :, None]
+        return jnp.einsum("bkrt,bktd->bkrd", p.astype(q.dtype), values.astype(q.dtype), preferred_element_type=jnp.float32)
 
-    out = (mix(p_cache, v_cache) + mix(p_new, v_new)) / total
+    out = (mix(p_cache, v_cache, v_scale) + mix(p_new, v_new)) / total
     out = out[:, :, :R * G].astype(q.dtype)
     return out.reshape(B, K, R, G, D).swapaxes(1, 2).reshape(B, R, K * G * D), k_new, v_new
 
@@ -164,6 +185,10 @@ def attend(q, k, v, k_cache, v_cache, cos_rows, sin_rows, cos, sin, visible, cau
 def whole(function, in_axes, out_axes):
     """`function` as it is, on whole arrays; see `on_shards` in Llama.forward."""
     return function
+
+
+def _zeros(shapes):
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
 def _zero_after(x):
@@ -254,22 +279,35 @@ class Llama:
         return params if c.tie_embeddings else params | {"head": table(head_key)}
 
     def cache_shape(self, batch, length):
-        """A KV of jax.ShapeDtypeStruct [L, batch, K, length, D]."""
+        """A KV of jax.ShapeDtypeStruct [L, batch, K, length, D]: what is decoded from, quantised where the config says so."""
+        shape = self.working_shape(batch, length)
+        return jax.eval_shape(quantize, shape) if self.config.kv_cache_dtype else shape
+
+    def working_shape(self, batch, length):
+        """... and what prompts are prefilled with, in the model's dtype."""
         c = self.config
         one = jax.ShapeDtypeStruct((c.num_layers, batch, c.num_kv_heads, length, c.head_dim), jnp.dtype(c.dtype))
         return KV(one, one)
 
-    def cache_axes(self):
-        return KV_AXES
+    def axes_of(self, cache):
+        """The logical axis names of each array of a cache, a KV of tuples."""
+        return KV(*(None if s is None else axes for s, axes in zip(cache, KV_AXES)))
+
+    def to_cache(self, new):
+        """New positions' KV, as `forward` gives it, as the cache holds it."""
+        return quantize(new) if self.config.kv_cache_dtype else new
 
     def init_cache(self, batch, length):
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.cache_shape(batch, length))
+        return _zeros(self.cache_shape(batch, length))
+
+    def init_working(self, batch, length):
+        return _zeros(self.working_shape(batch, length))
 
     def forward(self, params, tokens, lengths, cache, *, read=None, on_shards=whole):
         """Run S new tokens of B sequences, of which `lengths` positions each are already in the cache.
 
-        tokens [B,S] int32, lengths [B] int32, cache KV [L,B,K,T,D] -> normed hidden [B,S,E] and the new positions'
-        KV [L,B,K,S,D]. Tokens after a sequence's end (padding) do not influence those before them.
+        tokens [B,S] int32, lengths [B] int32, cache KV [L,B,K,T,D], either one -> normed hidden [B,S,E] and the new positions'
+        KV [L,B,K,S,D] in the model's dtype. Tokens after a sequence's end (padding) do not influence those before them.
         read: how many of the cache's positions are read, at least the largest of `lengths` (None: all).
         on_shards(function, in_axes, out_axes): how a function of arrays with these logical axes is run on the devices
         that hold their shards, each computing its own part; see disagg.sharding.
@@ -285,10 +323,10 @@ class Llama:
         mix = on_shards(functools.partial(attend, query_rows=c.query_rows), ATTEND_AXES, ATTENDED_AXES)
 
         def layer(x, weights, number):
-            part = lambda side: jax.lax.dynamic_slice(side, (number, 0, 0, 0, 0), (1, *side.shape[1:3], read, side.shape[4]))[0]
-            k_cache, v_cache = map(part, cache)
+            cached = jax.tree.map(lambda x: jax.lax.dynamic_slice(
+                x, (number, *[0] * (x.ndim - 1)), (1, *x.shape[1:3], read, *x.shape[4:]))[0], cache)
             block = nnx.merge(self._block, nnx.State({name: nnx.Param(w) for name, w in weights.items()}))
-            x, k, v = block(x, lambda q, k, v: mix(q, k, v, k_cache, v_cache, cos, sin, cos, sin, visible, causal), on_shards)
+            x, k, v = block(x, lambda q, k, v: mix(q, k, v, *cached, cos, sin, cos, sin, visible, causal), on_shards)
             return x, KV(k, v)
 
         x = hold(params["embed"][tokens], RESIDUAL_AXES, on_shards)

@@ -159,6 +159,8 @@ class Program:
             operand = computation[name]
             if i.op == "fusion":
                 share = self._used(self.computations[i.called("calls")], number)
+            elif i.op == "slice-start":  # the result is (operand, slice, context)
+                share = i.arrays[1].size
             elif i.op in SLICES and number == 0:
                 share = i.arrays[0].size
             elif i.op in UPDATES and number == 0:
@@ -181,10 +183,11 @@ class Program:
                 return user.arrays[0].size
             if user.op in UPDATES and places == [0] and self._in_place(computation, user):
                 return 0
-            if user.op in SAME_VALUES:
+            inner = self.computations[user.called("calls")] if user.op == "fusion" else {}
+            if user.op in SAME_VALUES or inner and all(i.op in SAME_VALUES | {"parameter"} for i in inner.values()):
                 return used(user.name)
-            if user.op == "fusion":
-                return sum(self._used(self.computations[user.called("calls")], place) for place in places)
+            if inner:
+                return sum(self._used(inner, place) for place in places)
             return math.inf
 
         return used(computation.parameter(number).name)
@@ -199,8 +202,9 @@ class Program:
     def _written(self, computation, i):
         if self._free(i):
             return 0
-        if i.op == "copy-start":
-            return 0 if i.arrays[0].on_chip else i.arrays[0].bytes  # the result is (target, source, context)
+        if i.op in ("copy-start", "slice-start"):  # the result of a copy is (target, source, context)
+            target = i.arrays[i.op == "slice-start"]
+            return 0 if target.on_chip else target.bytes
         if i.op in UPDATES:
             return 0 if i.arrays[0].on_chip else sum(a.bytes for a in computation[i.operands[UPDATES[i.op]]].arrays)
         if i.op != "fusion":

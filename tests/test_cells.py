@@ -58,6 +58,8 @@ TPS = (1, 2, 4)
 TWO = {f"interleaved tp {tp}": (interleaved(2, 1, tp), GOLDENS) for tp in TPS}
 OTHERS = {f"prefill tp {a} decode tp {b}": (disaggregated((1, 1, a), (1, 1, b)), GOLDENS) for a in TPS for b in TPS}
 TWO |= {f"prefill {name}": OTHERS.pop(f"prefill {name}") for name in ("tp 1 decode tp 1", "tp 1 decode tp 4", "tp 4 decode tp 2")}
+INT8 = {"kv_cache_dtype": "int8"}
+TWO |= {"int8, interleaved tp 2": (interleaved(2, 1, 2) | INT8, GOLDENS), "int8, tp 1 to 4": (disaggregated((1, 1, 1), (1, 1, 4)) | INT8, GOLDENS)}
 TWO |= {"prefill tp 1 decode tp 2, reading parts": (disaggregated((1, 1, 1), (1, 1, 2)) | READS, GOLDENS)}
 SOLO = interleaved(4, 1, 1) | {"decode.slots": 1}  # a slot an engine: every request is decoded alone
 FOUR = {
@@ -86,20 +88,31 @@ def four(tmp_path_factory):
     return run_group(tmp_path_factory.mktemp("four"), FOUR, processes=4, devices=4, seconds=500)
 
 
-def check_goldens(answers):
+def check_goldens(answers, atol=1e-4):
     for g, got in zip(golden.load(), answers, strict=True):
         want = golden.answer(g)
         assert_same_tokens(want, got, g["name"])
-        assert_close_logits(want, got, 1e-4, g["name"])
+        assert_close_logits(want, got, atol, g["name"])
         assert got["finish_reason"] == g["finish_reason"], g["name"]
         assert got["usage"] == {"prompt_tokens": len(g["prompt_ids"]), "completion_tokens": len(got["token_ids"]),
                                 "total_tokens": len(g["prompt_ids"]) + len(got["token_ids"])}
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", [name for name in TWO if "int8" not in name])
 def test_goldens(two, name):
     """Tokens and logits are transformers', at every tensor-parallel size of either side."""
     check_goldens(two[name])
+
+
+def test_an_int8_cache(two):
+    """The tokens are still those of transformers; the logits, not quite those of float32, are the same in either mode."""
+    one, other = (two[name] for name in TWO if "int8" in name)
+    check_goldens(one, 0.5)
+    for g, got, again in zip(golden.load(), one, other, strict=True):
+        assert_same_tokens(got, again, g["name"])
+        assert_close_logits(got, again, 0.05, g["name"])
+    with pytest.raises(AssertionError):
+        check_goldens(one)
 
 
 @pytest.mark.slow

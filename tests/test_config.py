@@ -109,7 +109,7 @@ def test_the_defaults_fit_the_slice(name):
         return sum(jax.tree.leaves(jax.tree.map(size, shapes, sharding.tree(mesh, shapes, axes))))
 
     weights = bytes_a_chip(model.params_shape(), model.params_axes())
-    cache = bytes_a_chip(model.cache_shape(config.decode.slots + 1, config.cache_length), model.cache_axes())  # 1: prefill's
+    cache = bytes_a_chip(model.cache_shape(config.decode.slots + 1, config.cache_length), model.axes_of(model.cache_shape(1, 1)))  # 1: prefill's
     print(f"{name}: {weights / 2**30:.2f} + {cache / 2**30:.2f} GiB")
     assert weights + cache < 0.9 * gib * 2**30
     assert config.decode.slots >= 32
@@ -165,7 +165,7 @@ def test_every_field_is_explained():
 
 def test_the_architecture_is_the_models():
     """The config's model fields are those of llama.Config, apart from what follows from the device."""
-    assert set(common.architecture()) == {f.name for f in dataclasses.fields(llama.Config)} - {"query_rows", "scan_layers"}
+    assert set(common.architecture()) == {f.name for f in dataclasses.fields(llama.Config)} - {"kv_cache_dtype", "query_rows", "scan_layers"}
 
 
 # Limits.

@@ -21,10 +21,12 @@ from disagg import decode, sampling
 from disagg.chunk import Format
 from models import llama
 
-SLOTS, LENGTH, CHUNK = 4, 8192, 512
+kv_cache_dtype = sys.argv[3] if len(sys.argv) > 3 else ""
+SLOTS, LENGTH, CHUNK = 4, 2**15 if kv_cache_dtype else 8192, 512
 model = llama.Llama(llama.Config(vocab_size=512, hidden_size=128, intermediate_size=384, num_layers=16, num_heads=8,
-                                 num_kv_heads=4, head_dim=64, max_length=LENGTH, scan_layers=sys.argv[2] == "scanned"))
-cache_bytes = sum(s.size * s.dtype.itemsize for s in model.cache_shape(SLOTS, LENGTH))
+                                 num_kv_heads=4, head_dim=64, max_length=LENGTH, kv_cache_dtype=kv_cache_dtype, scan_layers=sys.argv[2] == "scanned"))
+cache_bytes = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(model.cache_shape(SLOTS, LENGTH)))
+layer_bytes = 2 * 4 * SLOTS * LENGTH * model.config.num_kv_heads * model.config.head_dim
 mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
 params = jax.jit(model.init)(jax.random.key(0))
 chunk = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), Format(model, 1, 2**20, False).shape(CHUNK))
@@ -56,31 +58,37 @@ gc.collect()
 weights = status("VmRSS")
 engine = used_engine()
 cached = status("VmRSS")
-figures = {"cache": cache_bytes, "resident": cached, "run": peak(lambda: engine.run(LENGTH)), "write": peak(write),
+figures = {"resident": cached, "run": peak(lambda: engine.run(LENGTH)), "write": peak(write),
            "another": peak(lambda: np.ones(cache_bytes // 4, np.float32))}
-print(json.dumps({name: size if name == "cache" else size - weights for name, size in figures.items()}))
+print(json.dumps({"cache": cache_bytes, "layer": layer_bytes, **{name: size - weights for name, size in figures.items()}}))
 """
 
 
-@pytest.fixture(scope="module", params=["4 scanned", "4 unrolled"])
+@pytest.fixture(scope="module", params=["4 scanned", "4 unrolled", "4 unrolled int8"])
 def above_weights(request):
-    """Bytes above the weights in a fresh process: with the cache, and at the peak of a run, of a write and a run, and
-    while another array of the cache's size is there."""
+    """Bytes of the cache and of one layer of it in float32, and above the weights in a fresh process: with the cache, and
+    at the peak of a run, of a write and a run, and while another array of the cache's size is there."""
     child = subprocess.run([sys.executable, "-c", CHILD, *request.param.split()], cwd=ROOT, capture_output=True, text=True,
                            timeout=240)
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout.splitlines()[-1])
 
 
+def one_copy(above_weights, figure):
+    """Whether the cache was there once, with one layer of it in float32 beside it and an eighth of it for the rest."""
+    cache = above_weights["cache"]
+    return cache < above_weights[figure] < 1.125 * cache + above_weights["layer"]
+
+
 def test_the_measurement_sees_the_cache_and_a_second_one(above_weights):
-    assert above_weights["cache"] == GIB
-    assert GIB < above_weights["resident"] < 1.2 * GIB
-    assert above_weights["another"] > 2 * GIB
+    assert above_weights["cache"] >= GIB
+    assert one_copy(above_weights, "resident")
+    assert above_weights["another"] > 2 * above_weights["cache"] and not one_copy(above_weights, "another")
 
 
 def test_decoding_copies_no_cache(above_weights):
-    assert GIB < above_weights["run"] < 1.2 * GIB
+    assert one_copy(above_weights, "run")
 
 
 def test_writing_a_chunk_copies_no_cache(above_weights):
-    assert GIB < above_weights["write"] < 1.2 * GIB
+    assert one_copy(above_weights, "write")

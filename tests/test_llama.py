@@ -184,7 +184,7 @@ def test_tensor_parallel(default, devices):
     mesh = Mesh(np.array(jax.devices()[:devices]), ("tp",))
     one, many = Cached(model, params), Cached(model, params)
     many.params = jax.device_put(params, sharding.tree(mesh, model.params_shape(), model.params_axes()))
-    many.cache = jax.device_put(many.cache, sharding.tree(mesh, model.cache_shape(2, 32), model.cache_axes()))
+    many.cache = jax.device_put(many.cache, sharding.tree(mesh, model.cache_shape(2, 32), model.axes_of(model.cache_shape(2, 32))))
     assert many.params["layers"]["wqkv"].addressable_shards[0].data.shape[1] == 4 // devices
     assert many.cache.k.addressable_shards[0].data.shape[2] == 4 // devices
     for start in (0, 8):
@@ -241,7 +241,7 @@ def test_low_precision(default):
     low = llama.Llama(dataclasses.replace(model.config, dtype=dtype))
     params = jax.tree.map(lambda x: x / 2, params)  # less far from even, so that rounding stays small
     params16 = jax.tree.map(lambda x: x.astype(dtype), params)
-    assert {x.dtype for x in jax.tree.leaves(low.params_shape())} == {x.dtype for x in low.cache_shape(1, 1)} == {jnp.dtype(dtype)}
+    assert {x.dtype for x in jax.tree.leaves(low.params_shape())} == {x.dtype for x in jax.tree.leaves(low.cache_shape(1, 1))} == {jnp.dtype(dtype)}
     got = one_shot(low, params16, TOKENS)
     assert got.dtype == np.float32
     assert_close(got, one_shot(model, params, TOKENS), 0.1)
@@ -290,4 +290,4 @@ def test_the_cache_stays_finite():
     params = model.init(jax.random.key(0))
     params["layers"]["wqkv"] = params["layers"]["wqkv"].at[:, :, -2].multiply(1e30).at[:, :, -1].multiply(6e4)
     _, new = model.forward(params, jnp.ones((1, 4), jnp.int32), jnp.zeros(1, jnp.int32), model.init_cache(1, 8))
-    assert all(bool(jnp.isfinite(a).all()) for a in new)
+    assert all(bool(jnp.isfinite(a).all()) for a in jax.tree.leaves(new))
