@@ -59,7 +59,7 @@ def free(state, slot):
     return state._replace(left=state.left.at[slot].set(0))
 
 
-def _append(cache, new, at):
+def append(cache, new, at):
     """Write one position of all layers, of each slot at another place: `at` int32 [B], none where it is past the end."""
     L, B, K, T = cache.k.shape[:4]
     index = (jnp.arange(L)[:, None, None], jnp.arange(B)[None, :, None], jnp.arange(K), at[None, :, None])
@@ -82,7 +82,7 @@ def decode_step(model, on_shards, top, params, state, read):
     x, new = model.forward(params, state.token[:, None], jnp.where(active, state.position, 0), state.cache,
                            read=read, on_shards=on_shards)
     # Inactive slots write past the end, where nothing is: a slot that is being filled must not be touched.
-    cache = _append(state.cache, model.to_cache(new), jnp.where(active, state.position, state.cache.k.shape[3]))
+    cache = append(state.cache, model.to_cache(new), jnp.where(active, state.position, state.cache.k.shape[3]))
     token, scores = sampling.sample(model.logits(params, x[:, 0]), state.sampler, state.position + 1)
     stopped = jnp.any(state.stops == token[:, None], -1)
     state = state._replace(cache=cache, token=jnp.where(active, token, state.token), position=state.position + active,
