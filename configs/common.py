@@ -70,4 +70,5 @@ def get_config():
 
     c.debug = ml_collections.ConfigDict()
     c.debug.hash_chain = False    # hash what each process executed and compare on process 0
+    c.debug.trace = ""            # folder for a file of each process that tells what was computed and moved when; '': none
     return c

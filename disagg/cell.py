@@ -17,6 +17,7 @@ from disagg.loop import Loop, Stopped
 from disagg.prefill import PrefillEngine
 from disagg.scheduler import Scheduler, read_length
 from disagg.stages import Stages
+from disagg.trace import Trace
 from disagg.transfer import Transfers
 
 
@@ -101,10 +102,14 @@ def _serve(config, prepare, topology, control):
     form = _agreed(control, config, lambda: chunk_format(config, model, topology, limits))
     prefill, decode = _agreed(control, config, lambda: load_engines(model, topology, limits, form, load))
     transfers = _agreed(control, config, lambda: _connect(topology, limits, form, prefill, decode, config.control.start_s))
-    loop = Loop(topology, control, transfers, prefill, decode, hash_chain=config.debug.hash_chain)
-    if topology.process:
-        return loop.run()
-    return _lead(config, topology, limits, form, control, loop, front)
+    trace = _agreed(control, config, lambda: Trace(config.debug.trace, topology.process))
+    loop = Loop(topology, control, transfers, prefill, decode, trace, hash_chain=config.debug.hash_chain)
+    try:
+        if topology.process:
+            return loop.run()
+        return _lead(config, topology, limits, form, control, loop, front)
+    finally:
+        trace.save()
 
 
 def _lead(config, topology, limits, form, control, loop, front):
@@ -232,5 +237,6 @@ def _warm_up(topology, limits, form, prefill, decode):
     if decode:
         decode.activate(chunk["ticket"], 0, 1, 0, [], greedy)
         decode.free(0)
+        decode.done()
         for read in limits.reads:
             jax.block_until_ready(decode.run(read))

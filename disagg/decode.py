@@ -101,12 +101,13 @@ def decode_steps(model, on_shards, top, steps, params, state, read):
 
 
 class Programs(NamedTuple):
-    """The jitted functions of one engine, laid out on its mesh; all but init donate the state they are given."""
+    """The jitted functions of one engine, laid out on its mesh; all but init and mark donate the state they are given."""
 
     init: Callable
     write: Callable
     activate: Callable
     free: Callable
+    mark: Callable
     steps: Callable
 
 
@@ -120,6 +121,7 @@ def programs(model, mesh, *, slots, cache_length, steps, top):
     return Programs(
         init=jax.jit(functools.partial(init_state, model, slots, cache_length), out_shardings=shardings),
         write=jit(write_chunk), activate=jit(activate), free=jit(free),
+        mark=jax.jit(lambda state: state.left + 0, out_shardings=whole),
         steps=jax.jit(functools.partial(decode_steps, model, sharding.on_shards(split, sharding.DECODE), top, steps),
                       donate_argnums=1, static_argnames="read", out_shardings=(shardings, whole)))
 
@@ -144,6 +146,10 @@ class DecodeEngine:
 
     def free(self, slot):
         self._state = self._programs.free(self._state, np.int32(slot))
+
+    def done(self):
+        """An array that is there once all is computed that was dispatched so far."""
+        return self._programs.mark(self._state)
 
     def run(self, read):
         """Dispatch the compiled number of steps -> tokens [steps,B], ids and scores [steps,B,top], on the devices.

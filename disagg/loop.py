@@ -38,6 +38,7 @@ import numpy as np
 from absl import logging
 
 from disagg import sampling
+from disagg.trace import now
 
 CHAIN_EVERY = 8  # plans of one report in debug mode
 POLL_S = 0.0005
@@ -48,21 +49,21 @@ class Stopped(Exception):
 
 
 class Loop:
-    def __init__(self, topology, control, transfers, prefill, decode, *, hash_chain):
-        """prefill, decode: this process's PrefillEngine and DecodeEngine, None where it has none."""
+    def __init__(self, topology, control, transfers, prefill, decode, trace, *, hash_chain):
+        """prefill, decode: this process's PrefillEngine and DecodeEngine, None where it has none. trace: trace.Trace."""
         self._topology, self._control, self._transfers = topology, control, transfers
-        self._prefill, self._decode = prefill, decode
+        self._prefill, self._decode, self._trace = prefill, decode, trace
         mine = topology.my_prefill, topology.my_decode
         self._p, self._d = (e.index if e else None for e in mine)
         self._leads_prefill, self._leads_decode = (e is not None and e.leader == topology.process for e in mine)
         self._hash_chain = hash_chain
         self._chunks = {}      # number -> chunk computed here, not sent or written yet
         self._received = {}    # number -> (prefill engine, parts) received here, not written yet
-        self._arriving = collections.OrderedDict()  # number -> (prefill engine, request, parts)
+        self._arriving = collections.OrderedDict()  # number -> (prefill engine, request, parts, when issued)
         self._lock = threading.Condition()          # of the two above
         self._running = True
         self._chain = hashlib.blake2b(digest_size=8)
-        self._results = queue.SimpleQueue()         # (what to report, arrays to read for it)
+        self._results = queue.SimpleQueue()         # (what to report, arrays to read for it, what to trace)
 
     def run(self):
         """Until the log says stop. Raises Stopped if for a failure, ControlError if the log ends."""
@@ -98,22 +99,26 @@ class Loop:
     def op_prefill(self, p, number, request, tokens, start, read, last, sampler):
         if p != self._p:
             return
+        begun = now()
         chunk, best = self._prefill.run(tokens, start, read, last, sampling.pack(*sampler), number, request)
         self._chunks[number] = chunk
         if self._leads_prefill:
             what = ("first", number, request) if last else ("computed", number)
-            self._results.put((what, _to_host(chunk["ticket"], *(best or ()))))
+            self._results.put((what, _to_host(chunk["ticket"], *(best or ())),
+                               ("prefill", p, begun, {"number": number, "request": request, "tokens": len(tokens), "last": last})))
 
     def op_transfer(self, number, p, d, bucket, request):
+        begun = now()
         parts = self._transfers.issue(number, p, d, bucket, self._chunks.pop(number, None))
         if parts is not None:
             with self._lock:
-                self._arriving[number] = p, request, parts
+                self._arriving[number] = p, request, parts, begun
                 self._lock.notify()
 
     def op_write(self, d, number, slot, start, activation):
         if d != self._d:
             return
+        begun = now()
         chunk = self._chunks.pop(number, None)
         if chunk is None:
             with self._lock:
@@ -123,12 +128,16 @@ class Loop:
         if activation:
             position, left, stops, sampler = activation
             self._decode.activate(chunk["ticket"], slot, position, left, stops, sampling.pack(*sampler))
+        if self._trace.enabled and self._leads_decode:
+            self._results.put((None, [self._decode.done()],
+                               ("write", d, begun, {"number": number, "slot": slot, "last": bool(activation)})))
 
     def op_decode(self, d, read):
         if d == self._d:
+            begun = now()
             out = self._decode.run(read)
             if self._leads_decode:
-                self._results.put((("tokens", d), _to_host(*out)))
+                self._results.put((("tokens", d), _to_host(*out), ("decode", d, begun, {"read": read})))
 
     def op_free(self, d, slot):
         if d == self._d:
@@ -169,10 +178,11 @@ class Loop:
                 time.sleep(POLL_S)
 
     def _arrived(self, number, entry):
-        p, request, parts = entry
+        p, request, parts, begun = entry
         error = token = None
         try:
             jax.block_until_ready(parts)  # a failed receive is ready too, and raises here
+            arrived = now()
             for part in parts:
                 token, *tag = np.asarray(part["ticket"].addressable_data(0)).tolist()
                 if tag != [number, request]:
@@ -183,6 +193,10 @@ class Loop:
                 device, sent, found = wrong[0]
                 self._control.report("corrupt", number, f"what arrived at {device} is not what was sent: its checksum is "
                                      f"{found:08x}, not {sent:08x}")
+            if self._leads_decode:
+                what = {"number": number, "request": request, "from": p}
+                self._trace.span("transfer", self._d, begun, arrived, **what)
+                self._trace.span("check", self._d, arrived, now(), **what)
         except jax.errors.JaxRuntimeError as e:
             error = f"process {self._topology.process}: {str(e).splitlines()[0]}"
         with self._lock:
@@ -193,12 +207,15 @@ class Loop:
     def _read(self):
         """Read results from the devices, in the order in which they were dispatched, and report them."""
         while (item := self._results.get()) is not None:
-            what, arrays = item
+            what, arrays, (kind, engine, begun, details) = item
             try:
                 first, *best = (np.asarray(a).tolist() for a in arrays)
+                self._trace.span(kind, engine, begun, now(), **details)
             except jax.errors.JaxRuntimeError as e:
-                role = "decode" if what[0] == "tokens" else "prefill"
+                role = "prefill" if kind == "prefill" else "decode"
                 self._control.report("broken", role, self._d if role == "decode" else self._p, str(e).splitlines()[0])
+                continue
+            if what is None:
                 continue
             if what[0] == "tokens":
                 self._control.report(*what, first, [[list(zip(i, v)) for i, v in zip(*step)] for step in zip(*best)])

@@ -1,6 +1,6 @@
 """Benchmarks, each beside what it is measured against in the same run.
 
-  python -m launch.bench loop|engine [--repeats=5] [--json=FILE]
+  python -m launch.bench loop|engine|transfer [--repeats=5] [--json=FILE] [--plot=FILE] [--sizes=BYTES,...]
 
 engine: one engine on this machine's device, SmolLM2-135M in float32 with random weights, beside Hugging Face transformers in
 a process of its own where that is installed (the extra goldens).
@@ -13,6 +13,15 @@ loop: the cost of the ordered log with 4 processes on this machine (2 prefill an
   empty_plans   plans/s that all processes read; peer: keys/s that process 0 alone writes to the key-value store
   decode_plans  plans/s of one decode step while every slot decodes; peer: steps/s of the decode engines' bare program
 
+transfer: chunks of 64 KiB to 1 GiB (or --sizes) between two engines of CPU processes on this machine, by devices of each
+process on either side (1 to 1, 2 to 2, 1 to 2, 2 to 1, and two processes of one device to two). From the source's call until
+all is there; every process is told to begin at once. --plot draws it (the extra plots).
+  transfer          GB/s; peers, in turns in the same processes: sum, a program that adds the chunk to zeros over the joined mesh;
+                    host, to NumPy, to every process and onto the devices; tcp, one raw Python stream; memcpy
+  transfer_latency  ms of the same
+  transfer_checked  GB/s with checksums computed by both sides and compared; peer: unchecked
+  bystander         us of a call in a process that takes no part
+
 --json writes a list of {name, params, value, unit, peer, peer_value, ratio}; value and peer_value are medians, ratio is
 value / peer_value. Without a peer the last three are null.
 """
@@ -22,11 +31,14 @@ import statistics
 
 from absl import app, flags
 
-from launch import bench_engine, bench_loop
+from launch import bench_engine, bench_loop, bench_transfer
 
 _JSON = flags.DEFINE_string("json", None, "file for the results as JSON")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "measurements of each figure", lower_bound=1)
-BENCHMARKS = {"loop": bench_loop.run, "engine": bench_engine.run}
+_SIZES = flags.DEFINE_list("sizes", [str(n) for n in bench_transfer.SIZES], "transfer: bytes of the chunks")
+_PLOT = flags.DEFINE_string("plot", None, "transfer: file for the plot, .png or .svg")
+BENCHMARKS = {"loop": lambda: bench_loop.run(_REPEATS.value), "engine": lambda: bench_engine.run(_REPEATS.value),
+              "transfer": lambda: bench_transfer.run(_REPEATS.value, [int(n) for n in _SIZES.value])}
 
 
 def record(name, params, unit, values, peer, peer_values):
@@ -45,10 +57,12 @@ def record(name, params, unit, values, peer, peer_values):
 def main(argv):
     if len(argv) != 2 or argv[1] not in BENCHMARKS:
         raise app.UsageError(f"name one benchmark: {', '.join(BENCHMARKS)}; got {argv[1:]}")
-    records = [record(*r) for r in BENCHMARKS[argv[1]](_REPEATS.value)]
+    records = [record(*r) for r in BENCHMARKS[argv[1]]()]
     if _JSON.value:
         with open(_JSON.value, "w", encoding="utf-8") as f:
             json.dump(records, f, indent=2)
+    if _PLOT.value:
+        bench_transfer.plot(records, _PLOT.value)
 
 
 if __name__ == "__main__":
