@@ -62,7 +62,8 @@ def get_config():
     c.transfer = ml_collections.ConfigDict()
     c.transfer.address = ""       # this host's address for the transfer sockets; '': the one towards the coordinator
     c.transfer.port = 0           # first port of the transfer server, plus the process id; 0: a free one
-    c.transfer.streams = 2        # sockets of one connection
+    c.transfer.streams = 4        # sockets of one connection
+    c.transfer.slice_bytes = 2**19  # what is copied to a socket, or from one, at a time
     c.transfer.piece_bytes = 4 * 2**20  # a chunk goes in several arrays, groups of layers, of at least so many bytes
     c.transfer.pair_bytes = 2**30       # on their way from one engine to another at most; the rest of a prompt waits
     c.transfer.total_bytes = 2**32      # ... and in the whole job

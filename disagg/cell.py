@@ -181,7 +181,7 @@ def chunk_format(config, model, topology, limits):
     if config.transfer.piece_bytes < 1:
         raise ValueError(f"config.transfer.piece_bytes must be at least 1, got {config.transfer.piece_bytes}")
     form = Format(model, max(e.mesh.size for e in (*topology.prefill, *topology.decode)), config.transfer.piece_bytes,
-                  config.transfer.checksum)
+                  config.transfer.checksum and bool(topology.pairs))
     if topology.pairs:
         limits.check_chunks(form)
     return form

@@ -32,21 +32,18 @@ class Format:
     checksum: bool
 
     def shape(self, bucket):
-        """Tree of jax.ShapeDtypeStruct of a chunk of this bucket, without its sums."""
+        """Tree of jax.ShapeDtypeStruct of a chunk of this bucket."""
         cache = self.model.cache_shape(1, bucket)
 
         def pieces(s):
             _, _, K, C, *rest = s.shape
             return tuple(jax.ShapeDtypeStruct((b - a, K * C, *rest), s.dtype) for a, b in self._groups(s))
-        return {name: pieces(s) for name, s in _arrays(cache)} | {"ticket": jax.ShapeDtypeStruct((3,), jnp.int32)}
-
-    def sent_shape(self, bucket):
-        """... and with them."""
-        return self.shape(bucket) | ({"sums": jax.ShapeDtypeStruct((1, self.units), jnp.uint32)} if self.checksum else {})
+        shapes = {name: pieces(s) for name, s in _arrays(cache)} | {"ticket": jax.ShapeDtypeStruct((3,), jnp.int32)}
+        return shapes | ({"sums": jax.ShapeDtypeStruct((1, self.units), jnp.uint32)} if self.checksum else {})
 
     def bytes(self, bucket):
         """Of all that moves."""
-        return sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(self.sent_shape(bucket)))
+        return sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(self.shape(bucket)))
 
     def _groups(self, s):
         """(first, last + 1) of each group of layers; s: the shape of one array of the cache."""
@@ -60,7 +57,13 @@ class Format:
         def pieces(x):
             flat = x.reshape(x.shape[0], x.shape[2] * x.shape[3], *x.shape[4:])
             return tuple(flat[a:b] for a, b in self._groups(x))
-        return {name: pieces(x) for name, x in _arrays(new)} | {"ticket": jnp.concatenate([jnp.array([-1]), tag])}
+        kv = {name: pieces(x) for name, x in _arrays(new)}
+        return self.sealed(kv | {"ticket": jnp.concatenate([jnp.array([-1]), tag])})
+
+    def sealed(self, chunk):
+        """A chunk with the sums of its arrays, where they are on. To be jitted: with the program that makes the arrays, which
+        are then still in the CPU's caches."""
+        return chunk | ({"sums": sums(kv(chunk), self.units)} if self.checksum else {})
 
 
 def _arrays(cache):
@@ -86,6 +89,11 @@ def write(cache, kv, slot, start):
 def kv(chunk):
     """A chunk's arrays of the cache alone."""
     return {name: x for name, x in chunk.items() if name not in ("ticket", "sums")}
+
+
+def unsealed(chunk):
+    """A chunk without its sums."""
+    return {name: x for name, x in chunk.items() if name != "sums"}
 
 
 def shardings(mesh, chunk):

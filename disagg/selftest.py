@@ -45,7 +45,7 @@ def run(topology, transfers, buckets, deadline_s, meanwhile):
     is wrong, TimeoutError if one does not arrive.
     """
     form = transfers.form
-    fill, check = _programs(topology, {b: form.shape(b) for b in buckets})
+    fill, check = _programs(topology, form)
     numbers = itertools.count(1)
 
     def send(p, d, bucket):
@@ -64,7 +64,7 @@ def run(topology, transfers, buckets, deadline_s, meanwhile):
         wait(parts, deadline_s, what)
         seconds = time.monotonic() - started
         joined = transfers.routes[p, d].join(parts)
-        right = check({name: joined[name] for name in form.shape(bucket)}, np.uint32(number), bucket)
+        right = check(chunks.unsealed(joined), np.uint32(number), bucket)
         if wrong := [name for name, ok in right.items() if not ok.addressable_data(0)]:
             raise RuntimeError(f"{what} delivered wrong values in {', '.join(wrong)}")
         if wrong := transfers.wrong_sums(parts):
@@ -80,13 +80,13 @@ def run(topology, transfers, buckets, deadline_s, meanwhile):
             for rate in [[receive(*pair, b, *send(*pair, b)) for b in (*buckets, buckets[-1])][-1]] if rate}
 
 
-def _programs(topology, shapes):
+def _programs(topology, form):
     """This process's programs: fill(number, bucket) -> chunk on its prefill mesh; check(chunk, number, bucket) -> bools."""
-    pattern_of = lambda n, bucket: jax.tree.map(lambda s: pattern(s, n), shapes[bucket])
+    pattern_of = lambda n, bucket: jax.tree.map(lambda s: pattern(s, n), chunks.unsealed(form.shape(bucket)))
     source = topology.my_prefill
-    layout = chunks.shardings(source.mesh, shapes[min(shapes)]) if source else None
+    layout = chunks.shardings(source.mesh, form.shape(1)) if source else None
 
     def same(got, n, bucket):
         equal = jax.tree.map(lambda g, w: jnp.all(g == w), got, pattern_of(n, bucket))
         return {name: functools.reduce(jnp.logical_and, jax.tree.leaves(ok)) for name, ok in equal.items()}
-    return (jax.jit(pattern_of, static_argnums=1, out_shardings=layout), jax.jit(same, static_argnums=2))
+    return (jax.jit(lambda n, bucket: form.sealed(pattern_of(n, bucket)), static_argnums=1, out_shardings=layout), jax.jit(same, static_argnums=2))

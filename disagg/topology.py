@@ -5,6 +5,7 @@ in interleaved mode every engine is both, so prefill engine i and decode engine 
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import socket
@@ -21,6 +22,10 @@ from jax.sharding import Mesh
 from disagg import roles
 
 LAST_S = 1.0  # seconds that process 0 leaves the others to end
+
+# glibc's mallopt: buffers below the first of these (the most it takes) come from memory that is kept when freed, all from one
+# arena. Else every chunk that arrives gets fresh pages, and the kernel's clearing of them takes longer than the copying.
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD, _M_ARENA_MAX = (-3, 32 * 2**20), (-1, 2**31 - 1), (-8, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +111,18 @@ def start(config, *, coordinator, num_processes, process, cpu_devices):
         port = transfer.port + state.process_id if transfer.port else free_port(address)
         jax.config.update("jax_cross_host_transfer_socket_address", f"{address}:{port}")
         jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{address}:0"] * transfer.streams))
+        jax.config.update("jax_cross_host_transfer_transfer_size", transfer.slice_bytes)
+        if jax.config.jax_platforms == "cpu":
+            _keep_memory()
         jax.devices()
+
+
+def _keep_memory():
+    """Where the C library is another one, nothing changes."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option, value in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD, _M_ARENA_MAX):
+            mallopt(option, value)
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ class Route:
         self.parts, self.calls = regroup(source.owners, destination.owners)
         self._meshes = {c: (_subset(source.mesh, c.source), _subset(destination.mesh, c.destination)) for c in self.calls}
         self._cut = self._source.size < self._destination.size
-        shardings = functools.partial(chunks.shardings, chunk=form.sent_shape(1))
+        shardings = functools.partial(chunks.shardings, chunk=form.shape(1))
         self._on_source, self._on_destination = shardings(source.mesh), shardings(destination.mesh)
         self._on_call = {c: tuple(map(shardings, meshes)) for c, meshes in self._meshes.items()}
         self._handles = {}
@@ -143,7 +143,7 @@ class Route:
     def _rows_shape(self, bucket, devices):
         """Shapes of what so many devices send or get in a call."""
         rows = lambda s: jax.ShapeDtypeStruct((s.shape[0], s.shape[1] * devices // self._form.units, *s.shape[2:]), s.dtype)
-        return chunks.map_rows(rows, self._form.sent_shape(bucket))
+        return chunks.map_rows(rows, self._form.shape(bucket))
 
     def _call_shape(self, call, bucket):
         return self._rows_shape(bucket, len(call.source))
@@ -160,7 +160,7 @@ class Route:
     def _assemble(self, bucket, received):
         """What the calls brought, (part, tree over some of the devices), as whole trees over the decode mesh, without a copy."""
         groups = range(1 if self._cut else self.parts)
-        shapes = self._form.sent_shape(bucket) if self._cut else self._rows_shape(bucket, self._destination.size)
+        shapes = self._form.shape(bucket) if self._cut else self._rows_shape(bucket, self._destination.size)
 
         def gather(name, group):
             got = [tree[name] for part, tree in received if self._cut or part == group]
@@ -190,15 +190,10 @@ class Transfers:
         self.routes = {(p, d): Route(form, topology.prefill[p], topology.decode[d], topology.process)
                        for p, d in topology.pairs}
         self.chain = hashlib.blake2b(digest_size=8)
-        if form.checksum and topology.my_prefill:
-            self._seal = jax.jit(functools.partial(chunks.sums, units=form.units),
-                                 out_shardings=sharding.named(topology.my_prefill.mesh, chunks.ROWS))
         self._sums_here = jax.jit(functools.partial(chunks.sums, units=1))
 
     def issue(self, transfer, p, d, bucket, chunk):
-        """Transfer number `transfer`: see Route.issue. Here the chunk gets its sums."""
-        if chunk is not None and self.form.checksum:
-            chunk = chunk | {"sums": self._seal(chunks.kv(chunk))}
+        """Transfer number `transfer`: see Route.issue."""
         received = self.routes[p, d].issue(bucket, chunk)
         self.chain.update(repr((transfer, p, d, bucket)).encode())
         return received

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -159,11 +160,11 @@ class _Bench:
         """{what: seconds of each repeat}, the first, untimed, left out."""
         bucket = size // POSITION
         form = self._transfers["plain"].form
-        shapes = form.shape(bucket)
-        mesh = self._engines[0].mesh
-        chunk = jax.block_until_ready(jax.jit(lambda: jax.tree.map(lambda s: selftest.pattern(s, jnp.uint32(1)), shapes),
-                                              out_shardings=chunks.shardings(mesh, shapes))()) if self._sends else None
-        works = {name: lambda t=transfers: self._transfer(t, bucket, chunk) for name, transfers in self._transfers.items()}
+        works, sent = {}, {}
+        for name, transfers in self._transfers.items():
+            sent[name] = self._chunk(transfers.form, bucket)
+            works[name] = functools.partial(self._transfer, transfers, bucket, sent[name])
+        shapes, chunk = form.shape(bucket), sent["plain"]
         with contextlib.ExitStack() as stack:
             if self._layout.alike:
                 works |= {"sum": self._summed(shapes, chunk), "host": self._through_host(shapes, chunk)}
@@ -175,6 +176,13 @@ class _Bench:
                     if repeat:
                         seconds[name].append(took)
         return seconds
+
+    def _chunk(self, form, bucket):
+        """On the prefill mesh; None where this process has none of it."""
+        if not self._sends:
+            return None
+        fill = lambda: form.sealed(jax.tree.map(lambda s: selftest.pattern(s, jnp.uint32(1)), chunks.unsealed(form.shape(bucket))))
+        return jax.block_until_ready(jax.jit(fill, out_shardings=chunks.shardings(self._engines[0].mesh, form.shape(bucket)))())
 
     def _transfer(self, transfers, bucket, chunk):
         self._numbers += 1
@@ -188,9 +196,7 @@ class _Bench:
         """Seconds a call that the process which takes no part spends, while chunks go past it."""
         bucket = BYSTANDER // POSITION
         transfers = self._transfers["checked"]
-        shapes = transfers.form.shape(bucket)
-        chunk = jax.block_until_ready(jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
-                                              out_shardings=chunks.shardings(self._engines[0].mesh, shapes))()) if self._sends else None
+        chunk = self._chunk(transfers.form, bucket)
         watches, spent = not (self._sends or self._receives), []
 
         def some():

@@ -114,8 +114,7 @@ def extra(count, what):
                 source, destination = (sharding.named(mesh, ("wire",)) for mesh in (route._source, route._destination))
                 numbers = jax.make_array_from_callback((route._source.size,), source, lambda at: np.zeros(1, np.int32))
                 if what == "a chunk":
-                    jax.device_put(self.routes[p, d]._operand(route.calls[0], bucket, chunk | {"sums": self._seal(chunks.kv(chunk))}),
-                                   route._target(route.calls[0]))
+                    jax.device_put(self.routes[p, d]._operand(route.calls[0], bucket, chunk), route._target(route.calls[0]))
                 else:
                     jax.device_put(numbers, destination)
         return issue(self, number, p, d, bucket, chunk)
@@ -131,10 +130,7 @@ def corrupt(count):
         if number >= 0 and chunk is not None:
             sent.append(number)
             if len(sent) == count:
-                route = self.routes[p, d]
-                damaged = lambda sealed: sealed | {"v": (change(sealed["v"][0]), *sealed["v"][1:])}
-                with mock.patch.object(route, "issue", lambda bucket, sealed: transfer.Route.issue(route, bucket, damaged(sealed))):
-                    return issue(self, number, p, d, bucket, chunk)
+                chunk = chunk | {"v": (change(chunk["v"][0]), *chunk["v"][1:])}
         return issue(self, number, p, d, bucket, chunk)
     return mock.patch.object(transfer.Transfers, "issue", patched)
 
