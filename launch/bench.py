@@ -19,8 +19,10 @@ all is there; every process is told to begin at once. --plot draws it (the extra
   transfer          GB/s; peers, in turns in the same processes: sum, a program that adds the chunk to zeros over the joined mesh;
                     host, to NumPy, to every process and onto the devices; tcp, one raw Python stream; memcpy
   transfer_latency  ms of the same
-  transfer_checked  GB/s with checksums computed by both sides and compared; peer: unchecked
+  transfer_checked  GB/s until the receiver has computed and compared the checksums, too; peer: unchecked
   bystander         us of a call in a process that takes no part
+  decode_meanwhile  ms that SmolLM2-135M's decode steps take longer in total while the chunks of a 2,048-token prompt arrive; peer:
+                    CPU ms of both processes for moving the same while nothing else runs
 
 --json writes a list of {name, params, value, unit, peer, peer_value, ratio}; value and peer_value are medians, ratio is
 value / peer_value. Without a peer the last three are null.
@@ -57,10 +59,15 @@ def record(name, params, unit, values, peer, peer_values):
 def main(argv):
     if len(argv) != 2 or argv[1] not in BENCHMARKS:
         raise app.UsageError(f"name one benchmark: {', '.join(BENCHMARKS)}; got {argv[1:]}")
-    records = [record(*r) for r in BENCHMARKS[argv[1]]()]
-    if _JSON.value:
-        with open(_JSON.value, "w", encoding="utf-8") as f:
-            json.dump(records, f, indent=2)
+    try:
+        out = _JSON.value and open(_JSON.value, "w", encoding="utf-8")
+        results = BENCHMARKS[argv[1]]()
+    except (ValueError, OSError) as e:
+        raise app.UsageError(str(e)) from None
+    records = [record(*r) for r in results]
+    if out:
+        with out:
+            json.dump(records, out, indent=2)
     if _PLOT.value:
         bench_transfer.plot(records, _PLOT.value)
 

@@ -28,11 +28,8 @@ GREEDY = sampling.pack(0, 0.0, 0, 1.0)
 
 def run(repeats):
     """-> arguments of bench.record for each figure. One process measures at a time, in turns."""
-    config = smollm2.get_config("135m")
-    read = next(n for n in (*config.reads, CACHE) if n >= USED + STEPS * (CALLS + 1))
-    fields = {name: value for name, value in config.model.to_dict().items() if value is not None} | {"dtype": "float32"}
-    model = llama.Llama(llama.Config(**fields, scan_layers=jax.default_backend() != "cpu"))
-    params = jax.block_until_ready(jax.jit(model.init)(jax.random.key(0)))
+    read = next(n for n in (*smollm2.get_config("135m").reads, CACHE) if n >= USED + STEPS * (CALLS + 1))
+    model, params = random_smollm2()
     mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
     memory = _bandwidth(repeats)
     yield "memory_bandwidth", {}, "GB/s", memory, None, None
@@ -45,6 +42,13 @@ def run(repeats):
         for tokens in PROMPTS:
             ours, theirs = _in_turns(_prefill(model, params, mesh, tokens), peer, "prefill", tokens, repeats)
             yield "prefill", {"tokens": tokens}, "tokens/s", ours, peer.name, theirs
+
+
+def random_smollm2():
+    """SmolLM2-135M in float32 with random weights: model, parameters."""
+    fields = {name: value for name, value in smollm2.get_config("135m").model.to_dict().items() if value is not None}
+    model = llama.Llama(llama.Config(**fields | {"dtype": "float32"}, scan_layers=jax.default_backend() != "cpu"))
+    return model, jax.block_until_ready(jax.jit(model.init)(jax.random.key(0)))
 
 
 def _in_turns(measure, peer, what, size, repeats):

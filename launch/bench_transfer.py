@@ -22,8 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from configs import common
 from disagg import chunk as chunks
 from disagg import selftest, topology
+from disagg.decode import DecodeEngine
 from disagg.transfer import Transfers
-from launch import supervise
+from launch import bench_engine, supervise
 from models import llama
 
 SIZES = tuple(2**n for n in range(16, 31, 2))  # 64 KiB to 1 GiB
@@ -31,6 +32,8 @@ MESSAGE = 2**20    # bytes of one call of the raw TCP stream
 DEADLINE_S = 120.0
 BYSTANDER = 2**20  # bytes of the transfers in which it takes no part
 CALLS = 50         # of them, one measurement of it
+PROMPT, CHUNK = 2048, 512        # SmolLM2's tokens that move while another engine decodes
+SLOTS, CACHE, STEPS = 8, 256, 20  # of that engine; steps without a transfer
 
 # A Llama whose chunk of one position is 16 KiB.
 MODEL = llama.Llama(llama.Config(vocab_size=32, hidden_size=32, intermediate_size=32, num_layers=32, num_heads=4, num_kv_heads=4,
@@ -40,11 +43,13 @@ POSITION = 2**14
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """processes and tp (devices) of each of the two engines; bystanders: prefill engines that send nothing."""
+    """processes and tp (devices) of each of the two engines; bystanders: prefill engines that send nothing. measure: "sizes",
+    "bystander" or "decode"."""
 
     prefill: tuple[int, int]
     decode: tuple[int, int]
     bystanders: int = 0
+    measure: str = "sizes"
 
     @property
     def processes(self):
@@ -64,28 +69,34 @@ class Layout:
 
 LAYOUTS = (Layout((1, 1), (1, 1)), Layout((1, 2), (1, 2)), Layout((1, 1), (1, 2)), Layout((1, 2), (1, 1)),
            Layout((2, 2), (2, 2)))
-WATCHED = Layout((1, 1), (1, 1), bystanders=1)
+WATCHED = Layout((1, 1), (1, 1), bystanders=1, measure="bystander")
+DECODING = Layout((1, 1), (1, 1), measure="decode")
 
 
 def run(repeats, sizes):
-    """Start the processes of each layout; -> arguments of bench.record for each figure. Raises ValueError for a size that
-    is not a multiple of 16 KiB."""
+    """-> arguments of bench.record for each figure, as they are there. Raises ValueError for a size that is not a multiple
+    of 32 KiB."""
     for size in sizes:
         if size <= 0 or size % (2 * POSITION):
             raise ValueError(f"--sizes must be multiples of {2 * POSITION} bytes, got {size}")
-    records = []
+    return _measure(repeats, sizes)
+
+
+def _measure(repeats, sizes):
     for layout in LAYOUTS:
         figures = _start(layout, repeats, sizes)
         for size in sizes:
             params, of_size = {"bytes": size} | layout.params, figures[str(size)]
             rates = lambda name: [size / s / 1e9 for s in of_size[name]]
             for peer in [name for name in of_size if name not in ("plain", "checked")]:
-                records.append(("transfer", params, "GB/s", rates("plain"), peer, rates(peer)))
-            records.append(("transfer_latency", params, "ms", [1e3 * s for s in of_size["plain"]], None, None))
-            records.append(("transfer_checked", params, "GB/s", rates("checked"), "unchecked", rates("plain")))
-    spent = _start(WATCHED, repeats, ())["bystander"]
-    records.append(("bystander", {"bytes": BYSTANDER} | WATCHED.params, "us", [1e6 * s for s in spent], None, None))
-    return records
+                yield "transfer", params, "GB/s", rates("plain"), peer, rates(peer)
+            yield "transfer_latency", params, "ms", [1e3 * s for s in of_size["plain"]], None, None
+            yield "transfer_checked", params, "GB/s", rates("checked"), "unchecked", rates("plain")
+    spent = _start(WATCHED, repeats, ())
+    yield "bystander", {"bytes": BYSTANDER} | WATCHED.params, "us", [1e6 * s for s in spent], None, None
+    meanwhile = _start(DECODING, repeats, ())
+    longer, cpu = ([1e3 * s for s in meanwhile[name]] for name in ("longer", "cpu"))
+    yield "decode_meanwhile", {"bytes": meanwhile["bytes"], "batch": SLOTS}, "ms longer", longer, "cpu_ms_of_moving", cpu
 
 
 def plot(records, file):
@@ -129,12 +140,12 @@ class _Bench:
     """One process of a job. Every measurement begins at a barrier; its seconds are from the moment at which the source
     begins to send until the last process has what it waits for, by the clock that the processes of a machine share."""
 
-    def __init__(self, layout, process, client, topo, config):
+    def __init__(self, layout, model, process, client, topo, config):
         self._layout, self._process, self._client, self._topology = layout, process, client, topo
         self._sends = process in topo.prefill[0].processes
         self._receives = process in topo.decode[0].processes
         self._engines = topo.prefill[0], topo.decode[0]
-        forms = {name: chunks.Format(MODEL, max(e.mesh.size for e in self._engines), config.transfer.piece_bytes, checked)
+        forms = {name: chunks.Format(model, max(e.mesh.size for e in self._engines), config.transfer.piece_bytes, checked)
                  for name, checked in (("plain", False), ("checked", True))}
         self._transfers = {name: Transfers(form, topo) for name, form in forms.items()}
         self._numbers = 0
@@ -144,19 +155,19 @@ class _Bench:
                                 out_shardings=NamedSharding(self._joined, PartitionSpec(None, None, "tp")))
 
     def together(self, work):
-        """work() on every process at once; -> seconds from the first start to the last end, on every process."""
+        """work() on every process at once, None where there is nothing to do; -> seconds, on every process."""
         self._numbers += 1
         key = f"figures/{self._numbers}"
         self._client.wait_at_barrier(f"{key}/begin", 60_000)
-        started = time.monotonic()
-        work()
-        ended = time.monotonic()
-        self._client.key_value_set(f"{key}/{self._process}", json.dumps([self._sends, started, ended]))
+        if work:
+            started = time.monotonic()
+            work()
+            self._client.key_value_set(f"{key}/{self._process}", json.dumps([self._sends, started, time.monotonic()]))
         self._client.wait_at_barrier(f"{key}/end", 60_000)
         given = [json.loads(value) for _, value in self._client.key_value_dir_get(f"{key}/")]
         return max(end for *_, end in given) - min(start for sends, start, _ in given if sends)
 
-    def measure(self, size, repeats):
+    def _size(self, size, repeats):
         """{what: seconds of each repeat}, the first, untimed, left out."""
         bucket = size // POSITION
         form = self._transfers["plain"].form
@@ -192,7 +203,60 @@ class _Bench:
             if wrong := transfers.wrong_sums(parts):
                 raise RuntimeError(f"what arrived is not what was sent: {wrong}")
 
-    def bystander(self, repeats):
+    def sizes(self, repeats, sizes):
+        return {size: self._size(size, repeats) for size in sizes}
+
+    def decode(self, repeats, _):
+        """{"longer": seconds that decode steps take more while a prompt's chunks arrive, "cpu": CPU seconds of both processes
+        for moving as much while nothing else runs, "bytes"}."""
+        transfers, count = self._transfers["plain"], PROMPT // CHUNK
+        chunk = self._chunk(transfers.form, CHUNK)
+        engine = self._receives and self._full_engine()
+
+        def send():
+            return [parts for n in range(count) if (parts := transfers.issue(n, 0, 0, CHUNK, chunk))]
+
+        def step():
+            started = time.perf_counter()
+            jax.block_until_ready(engine.run(CACHE))
+            return time.perf_counter() - started
+
+        longer, cpu = [], []
+        for repeat in range(repeats + 1):
+            begun = time.process_time()
+            self.together(lambda: jax.block_until_ready(send()))
+            self.together(lambda: None)  # the sender has sent all, too
+            cpu.append(self._total(time.process_time() - begun))
+            usual = statistics.median(step() for _ in range(STEPS)) if engine else 0.0
+            extra = 0.0
+
+            def both():
+                nonlocal extra
+                moving = jax.tree.leaves(send())
+                while moving and not all(x.is_ready() for x in moving):
+                    extra += step() - usual
+            self.together(both)
+            longer.append(self._total(extra))
+        return {"longer": longer[1:], "cpu": cpu[1:], "bytes": count * transfers.form.bytes(CHUNK)}
+
+    def _full_engine(self):
+        """A decode engine of SmolLM2 whose slots go on for as long as is needed."""
+        model, params = bench_engine.random_smollm2()
+        engine = DecodeEngine(model, params, self._engines[1].mesh, slots=SLOTS, cache_length=CACHE, steps=1, top=0)
+        ticket = jnp.zeros(3, jnp.int32)
+        for slot in range(SLOTS):
+            engine.activate(ticket, slot, CACHE // 2, 2**30, [], bench_engine.GREEDY)
+        return engine
+
+    def _total(self, seconds):
+        """The sum of what every process gives, on all of them."""
+        self._numbers += 1
+        key = f"total/{self._numbers}"
+        self._client.key_value_set(f"{key}/{self._process}", str(seconds))
+        self._client.wait_at_barrier(f"{key}/end", 60_000)
+        return sum(float(value) for _, value in self._client.key_value_dir_get(f"{key}/"))
+
+    def bystander(self, repeats, _):
         """Seconds a call that the process which takes no part spends, while chunks go past it."""
         bucket = BYSTANDER // POSITION
         transfers = self._transfers["checked"]
@@ -251,7 +315,7 @@ class _Bench:
             end = socket.create_connection(("127.0.0.1", int(self._client.blocking_key_value_get(key, 60_000))))
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         else:
-            yield lambda: None
+            yield None
             return
 
         def work():
@@ -265,13 +329,13 @@ class _Bench:
     def _copied(self, size):
         """One copy in the memory of the source's first process."""
         if self._process != self._engines[0].leader:
-            return lambda: None
+            return None
         source, target = np.ones((2, size), np.uint8)
         return lambda: np.copyto(target, source)
 
 
 def _worker(job, process):
-    layout = Layout(tuple(job["prefill"]), tuple(job["decode"]), job["bystanders"])
+    layout = Layout(tuple(job["prefill"]), tuple(job["decode"]), job["bystanders"], job["measure"])
     config = common.get_config()
     config.prefill.engines = 1 + layout.bystanders
     for role, (processes, tp) in ((config.prefill, layout.prefill), (config.decode, layout.decode)):
@@ -279,10 +343,9 @@ def _worker(job, process):
     each = max(tp // processes for processes, tp in (layout.prefill, layout.decode))
     topology.start(config, coordinator=f"127.0.0.1:{job['port']}", num_processes=layout.processes, process=process, cpu_devices=each)
     client = topology.coordination_client()
-    bench = _Bench(layout, process, client, topology.build(config, jax.devices(), process), config)
-    figures = {size: bench.measure(size, job["repeats"]) for size in job["sizes"]}
-    if layout.bystanders:
-        figures["bystander"] = bench.bystander(job["repeats"])
+    model = bench_engine.random_smollm2()[0] if layout.measure == "decode" else MODEL
+    bench = _Bench(layout, model, process, client, topology.build(config, jax.devices(), process), config)
+    figures = getattr(bench, layout.measure)(job["repeats"], job["sizes"])
     if process == 0:
         pathlib.Path(job["out"]).write_text(json.dumps(figures))
 

@@ -160,7 +160,8 @@ def plot(spans, file):
             chunks[s["request"]].append(s)
     longest = max(chunks.values(), key=len)
     margin = 0.15 * (longest[-1]["ended"] - longest[0]["begun"])
-    windows = [(begin, max(s["ended"] for s in spans)), (longest[0]["begun"] - margin, longest[-1]["ended"] + 2 * margin)]
+    there = max(s["ended"] for s in spans if s.get("number") == longest[-1]["number"])
+    windows = [(begin, max(s["ended"] for s in spans)), (longest[0]["begun"] - margin, there + 2 * margin)]
     figure, panels = plt.subplots(2, 1, figsize=(15, 1.5 + 0.9 * len(lanes)), layout="constrained")
     for axes, (left, right) in zip(panels, windows):
         for row, lane in enumerate(lanes.values()):
