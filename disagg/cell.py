@@ -120,7 +120,7 @@ def _lead(config, topology, limits, form, control, loop, front):
                           reads=limits.reads, steps=limits.steps, prefill_ahead=limits.prefill_ahead,
                           decode_ahead=limits.decode_ahead, chunk_bytes=chunk_bytes, pair_bytes=limits.pair_bytes,
                           total_bytes=limits.total_bytes)
-    leader = Leader(control, scheduler, Stages(topology, chunk_bytes), deadline_s=config.control.deadline_s,
+    leader = Leader(control, scheduler, Stages(topology, chunk_bytes, form.row_bytes), deadline_s=config.control.deadline_s,
                     stall_s=config.control.stall_s)
     leader.start()
     front_end = threading.Thread(target=_run_front, args=(front, leader), name="front end", daemon=True)

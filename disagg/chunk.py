@@ -45,6 +45,11 @@ class Format:
         """Of all that moves."""
         return sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(self.shape(bucket)))
 
+    @property
+    def row_bytes(self):
+        """Of one position of the cache, in all layers."""
+        return sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(self.model.cache_shape(1, 1)))
+
     def _groups(self, s):
         """(first, last + 1) of each group of layers; s: the shape of one array of the cache."""
         each = s.size * s.dtype.itemsize // self.units

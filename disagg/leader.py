@@ -73,6 +73,7 @@ class Leader:
             logging.exception("the leader failed")
             self.error = self.error or f"the leader failed: {type(e).__name__}: {e}"
         finally:
+            logging.info("%s", self._stages.moved())
             self._control.publish([["stop", self.error]])
             with self._ending:
                 self._ended = True

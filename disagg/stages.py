@@ -24,9 +24,10 @@ class _Chunk:
 
 
 class Stages:
-    def __init__(self, topology, chunk_bytes):
-        """chunk_bytes: of a chunk of each bucket."""
-        self._topology, self._bytes = topology, chunk_bytes
+    def __init__(self, topology, chunk_bytes, row_bytes):
+        """chunk_bytes: what a chunk of each bucket moves. row_bytes: what one position of the cache takes."""
+        self._topology, self._bytes, self._row_bytes = topology, chunk_bytes, row_bytes
+        self._moved = collections.Counter()            # chunks, bytes; rows: prompt positions; padded: positions with padding
         self._chunks = {}                              # number -> _Chunk, until it is written or discarded and computed
         self._free_at = [0.0] * len(topology.prefill)  # when an engine had computed its latest chunk
         self._calls = [collections.deque() for _ in topology.decode]  # when each unreported decode call was planned
@@ -41,6 +42,7 @@ class Stages:
                 number, p, d, bucket, _ = args
                 chunk = self._chunks[number]
                 chunk.d, chunk.bucket, chunk.waiting = d, bucket, set(self._topology.decode[d].processes)
+                self._moved.update(chunks=1, bytes=self._bytes[bucket], rows=chunk.tokens, padded=bucket)
             elif name == "write":
                 d, number, slot, start, _ = args
                 chunk = self._chunks[number]
@@ -85,6 +87,15 @@ class Stages:
     def tokens(self, d):
         if self._calls[d]:
             self._calls[d].popleft()
+
+    def moved(self):
+        """What all transfers so far have moved, beside the least: the cache's rows of the prompts' own positions. A line."""
+        m = self._moved
+        if not m["chunks"]:
+            return "nothing was transferred"
+        least = m["rows"] * self._row_bytes
+        return (f"{m['bytes']:,} bytes moved in {m['chunks']:,} chunks: {m['bytes'] / least:.3f} x the prompts' own rows of the cache, of which "
+                f"padding to buckets is {m['padded'] / m['rows']:.3f} x and all else {m['bytes'] / (m['padded'] * self._row_bytes):.4f} x")
 
     def overdue(self, arrival_s, compute_s):
         """[(role, index, why)] of engines whose chunk has not arrived arrival_s after it was computed, or whose chunk or

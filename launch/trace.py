@@ -147,7 +147,7 @@ def events(spans):
 
 
 def plot(spans, file):
-    """All of the run, and below it the way of the longest prompt, from its first chunk to its first decode calls."""
+    """All of the run; the way of the longest prompt, from its first chunk to its first decode calls; that of its last chunk."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -161,8 +161,10 @@ def plot(spans, file):
     longest = max(chunks.values(), key=len)
     margin = 0.15 * (longest[-1]["ended"] - longest[0]["begun"])
     there = max(s["ended"] for s in spans if s.get("number") == longest[-1]["number"])
-    windows = [(begin, max(s["ended"] for s in spans)), (longest[0]["begun"] - margin, there + 2 * margin)]
-    figure, panels = plt.subplots(2, 1, figsize=(15, 1.5 + 0.9 * len(lanes)), layout="constrained")
+    tail = there - longest[-1]["ended"]
+    windows = [(begin, max(s["ended"] for s in spans)), (longest[0]["begun"] - margin, there + margin),
+               (longest[-1]["ended"] - 2 * tail, there + 4 * tail)]
+    figure, panels = plt.subplots(3, 1, figsize=(15, 2 + 1.3 * len(lanes)), layout="constrained")
     for axes, (left, right) in zip(panels, windows):
         for row, lane in enumerate(lanes.values()):
             bars = [(s["begun"] - begin, s["ended"] - s["begun"]) for s in lane]
@@ -173,6 +175,7 @@ def plot(spans, file):
         axes.invert_yaxis()
     panels[0].set_title("the whole run; a color a request")
     panels[1].set_title("the longest prompt")
+    panels[2].set_title("its last chunk")
     figure.savefig(file, dpi=120)
 
 

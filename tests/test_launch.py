@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -80,6 +81,11 @@ def test_batch_is_equal_in_both_modes(batch):
         assert answer["error"]["type"] == "invalid_request_error", bad
     for stage in ("prefill on prefill 0 (slice 0)", "transfer from prefill 0 (slice 0) to decode 0 (slice 1)", "insert on decode 0 (slice 1)"):
         assert stage in err
+    bytes_, chunks, total, padding, rest = re.search(
+        r"([\d,]+) bytes moved in (\d+) chunks: ([\d.]+) x the prompts' own rows of the cache, of which padding to buckets is ([\d.]+) x "
+        r"and all else ([\d.]+) x", err).groups()
+    assert int(chunks) >= 3 and int(bytes_.replace(",", "")) > 1000
+    assert float(rest) < 1.02 and abs(float(total) - float(padding) * float(rest)) < 0.002
 
 
 @pytest.mark.parametrize("overrides, message", [

@@ -5,6 +5,7 @@ each, follows from the processes that the engines name.
 """
 
 import collections
+from unittest import mock
 
 import jax
 import numpy as np
@@ -75,6 +76,24 @@ def test_every_layout_delivers_what_numpy_would(source, destination, dtypes, pie
                 shard, = [s for s in x.addressable_shards if s.device == device]
                 np.testing.assert_array_equal(np.asarray(shard.data), whole[:, i * per:(i + 1) * per])
     assert np.asarray(got["ticket"]).tolist() == host["ticket"].tolist()
+
+
+@pytest.mark.parametrize("source, destination", [((1, 1), (1, 1)), ((1, 1), (1, 4)), ((2, 2), (2, 1)), ((1, 4), (1, 1)), ((2, 1), (2, 2))])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: np.dtype(d["k"]).name)
+def test_every_row_moves_once(source, destination, dtypes):
+    """What is handed to device_put, all calls together, is the chunk's rows, and beside them some bytes a device."""
+    ways, prefill, _ = transfers(source, destination, dtypes, 1000)
+    sent, host = random_chunk(ways.form, prefill.mesh, 1)
+    put, moved = jax.device_put, []
+
+    def counting(operand, target):
+        moved.extend(shard.data.nbytes for x in jax.tree.leaves(operand) for shard in x.addressable_shards)
+        return put(operand, target)
+    with mock.patch.object(jax, "device_put", counting):
+        ways.issue(0, 0, 0, BUCKET, sent)
+    rows = sum(x.nbytes for x in jax.tree.leaves(chunks.kv(host)))
+    assert rows == BUCKET * ways.form.row_bytes
+    assert rows <= ways.form.bytes(BUCKET) <= sum(moved) <= rows + 16 * max(a * b for a, b in (source, destination))
 
 
 @pytest.mark.parametrize("source, destination", [((1, 1), (1, 1)), ((1, 2), (1, 4)), ((2, 2), (2, 1))])
