@@ -17,6 +17,7 @@ import hashlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from disagg import chunk as chunks
@@ -211,4 +212,5 @@ class Transfers:
             for i, shard in enumerate(part["sums"].addressable_shards):
                 here = jax.tree.map(lambda x: x.addressable_data(i), chunks.kv(part))
                 checks.append((shard.device, shard.data, self._sums_here(here)))
-        return [(str(device), int(sent[0, 0]), int(found[0, 0])) for device, sent, found in checks if int(sent[0, 0]) != int(found[0, 0])]
+        read = [(str(device), np.asarray(sent).item(), np.asarray(found).item()) for device, sent, found in checks]
+        return [check for check in read if check[1] != check[2]]

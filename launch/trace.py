@@ -62,7 +62,14 @@ def read(folder):
 
 
 def figures(spans, steps):
-    """Arguments of bench.record. steps: decode steps of one call."""
+    """Arguments of bench.record. steps: decode steps of one call.
+
+    transfer_overlap      how much of each transfer's time its engines also computed
+    transfer_time         from the chunk's computation to its arrival
+    decode_step           of the calls during which a chunk moved, beside the others
+    last_chunk_to_decode  of the longest prompts: from the end of the last chunk's computation to the first decode call with it,
+                          beside 1.25 transfers of such a chunk and twice a decode call of that time
+    """
     of = lambda kind: [s for s in spans if s["kind"] == kind]
     chunks, transfers, calls = of("prefill"), of("transfer"), of("decode")
     length = lambda s: s["ended"] - s["begun"]
@@ -81,25 +88,23 @@ def figures(spans, steps):
         records.append(("decode_step", {}, "ms while a chunk moves", beside, "without", alone))
 
     written = {s["number"]: s for s in of("write") if s["last"]}
-    by_number = {s["number"]: s for s in transfers}
+    tokens = {c["number"]: c["tokens"] for c in chunks}
+    parts = collections.Counter(c["request"] for c in chunks)
     waits, bounds = [], []
     for chunk in chunks:
-        if not chunk["last"] or chunk["number"] not in written:
+        if not chunk["last"] or chunk["number"] not in written or parts[chunk["request"]] < max(parts.values()):
             continue
-        number, write = chunk["number"], written[chunk["number"]]
+        write = written[chunk["number"]]
         first = next((c for c in calls if c["engine"] == write["engine"] and c["begun"] >= write["ended"]), None)
         if first:
-            same = [length(t) for t in transfers if t["engine"] == write["engine"] and _tokens(chunks, t) == chunk["tokens"]]
-            waits.append(1e3 * (first["begun"] - chunk["ended"]))
-            bounds.append(1e3 * (1.25 * statistics.median(same or [length(by_number[number])])
-                                 + 2 * statistics.median(length(c) for c in calls)))
+            same = [length(t) for t in transfers if t["engine"] == write["engine"] and tokens[t["number"]] == chunk["tokens"]]
+            wait = chunk["ended"], first["begun"]
+            running = [length(c) for c in calls if c["engine"] == write["engine"] and _shared((c["begun"], c["ended"]), wait)]
+            waits.append(1e3 * (wait[1] - wait[0]))
+            bounds.append(1e3 * (1.25 * statistics.median(same) + 2 * statistics.median(running or [length(first)])))
     if waits:
         records.append(("last_chunk_to_decode", {}, "ms", waits, "1.25 transfers and 2 decode calls", bounds))
     return records
-
-
-def _tokens(chunks, transfer):
-    return next((c["tokens"] for c in chunks if c["number"] == transfer["number"]), None)
 
 
 def _union(intervals):
