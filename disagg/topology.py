@@ -93,7 +93,7 @@ def start(config, *, coordinator, num_processes, process, cpu_devices):
     if num_processes == 1:
         return
     if coordinator is not None and process == 0:
-        _check_free(coordinator)
+        _check_free(*_split(coordinator), "process 0 cannot listen on coordinator address")
     with _exit_after(control.start_s, f"process {'?' if process is None else process}: not all of the job's "
                      f"{num_processes or ''} processes joined at {coordinator or 'the coordinator'} within "
                      f"config.control.start_s={control.start_s:.0f} s"):
@@ -105,10 +105,10 @@ def start(config, *, coordinator, num_processes, process, cpu_devices):
                 raise
             return  # jax has found no cluster: one process alone
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        # An explicit port: with port 0 the sender publishes 0 and the receiver waits for ever.
         transfer, state = config.transfer, distributed.global_state
         address = transfer.address or _address_towards(coordinator or state.coordinator_address)
-        port = transfer.port + state.process_id if transfer.port else free_port(address)
+        # An explicit port: with port 0 the sender publishes 0 and the receiver waits for ever.
+        port = _hold_port(address, transfer.port + state.process_id if transfer.port else 0)
         jax.config.update("jax_cross_host_transfer_socket_address", f"{address}:{port}")
         jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{address}:0"] * transfer.streams))
         jax.config.update("jax_cross_host_transfer_transfer_size", transfer.slice_bytes)
@@ -166,6 +166,26 @@ def free_port(host="127.0.0.1"):
         return s.getsockname()[1]
 
 
+_held = []  # sockets that keep ports of this process from being given to another one
+
+
+def _hold_port(address, port=0):
+    """A port, a free one if 0, that nothing else gets while this process lives; JAX's own socket may share it and is its only listener.
+
+    JAX lets its socket share a port with any other: where two processes listen on one, a connection to the one goes to the other,
+    and nobody says so. Raises OSError, naming it, if the port is taken, ValueError if there is none of this number.
+    """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"config.transfer.port gives this process port {port}, expected one below {2**16}")
+    if port:
+        _check_free(address, port, "config.transfer.port: transfers cannot be taken on")
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind((address, port))
+    _held.append(held)
+    return held.getsockname()[1]
+
+
 def _address_towards(coordinator):
     """This host's address on the way to the coordinator, by which the other hosts reach it, too."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -173,17 +193,21 @@ def _address_towards(coordinator):
         return s.getsockname()[0]
 
 
-def _check_free(address):
-    """Raise OSError, naming the address, if it is this machine's and its port is taken."""
+def _split(address):
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"coordinator address must be ip:port, got {address!r}")
+    return host, int(port)
+
+
+def _check_free(host, port, what):
+    """Raise OSError, naming the address, if it is this machine's and its port is taken."""
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            s.bind((host, int(port)))
+            s.bind((host, port))
         except OSError as e:
-            raise OSError(e.errno, f"process 0 cannot listen on coordinator address {address}: {os.strerror(e.errno)}") from None
+            raise OSError(e.errno, f"{what} {host}:{port}: {os.strerror(e.errno)}") from None
 
 
 def slices_of(devices, names=None):

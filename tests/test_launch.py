@@ -121,6 +121,19 @@ def test_bad_arguments(batch, argument, message):
     assert code != 0 and message in err, err
 
 
+def test_transfer_port_in_use(batch):
+    """The process that cannot take transfers on its port names it, though the other program's socket would share it."""
+    arguments, output = batch
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        code, _, err = launch("launch.local", f"--config.transfer.port={port - 1}", *arguments)
+    assert code == 1 and f"process 1: [Errno 98] config.transfer.port: transfers cannot be taken on 127.0.0.1:{port}" in err, err
+    assert not left_over(output.parent)
+
+
 def test_port_in_use(batch):
     """Process 0 names the coordinator address that it cannot listen on."""
     with socket.socket() as s:

@@ -1,6 +1,7 @@
 """Which process and device belongs to which engine."""
 
 import dataclasses
+import socket
 
 import pytest
 
@@ -121,6 +122,40 @@ def test_settings_that_do_not_fit(fields, have, message):
     """Each is refused with the field and the numbers."""
     with pytest.raises(ValueError, match=message):
         topology.build(config(**fields), have, 0)
+
+
+def listening(address, port):
+    """A socket as JAX makes them: it shares its port with any other that allows it, too."""
+    s = socket.socket()
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    s.bind((address, port))
+    s.listen()
+    return s
+
+
+def test_a_held_port_has_one_listener():
+    """Nothing else gets the port by asking for a free one, and every connection reaches the socket that JAX opens on it."""
+    port = topology._hold_port("127.0.0.1")
+    with pytest.raises(OSError), socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+    with listening("127.0.0.1", port) as server:
+        for i in range(20):
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as s:
+                end, _ = server.accept()
+                with end:
+                    s.sendall(bytes([i]))
+                    assert end.recv(1) == bytes([i])
+
+
+def test_a_port_that_is_taken():
+    """Also one that its listener would share."""
+    with listening("127.0.0.1", 0) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=f"config.transfer.port: transfers cannot be taken on 127.0.0.1:{port}: Address already in use"):
+            topology._hold_port("127.0.0.1", port)
+    assert topology._hold_port("127.0.0.1", port) == port
+    with pytest.raises(ValueError, match="port 70000, expected one below 65536"):
+        topology._hold_port("127.0.0.1", 70000)
 
 
 @pytest.mark.parametrize("fields, expected", [
