@@ -44,7 +44,11 @@ def get_config():
     c.buckets = (64, 128, 256, 512)  # lengths that a chunk is padded to; the last one is the chunk
     c.reads = (512,)              # lengths of the cache, below all of it, that attention may read: the least that will do
 
-    c.prefill = role(ahead=2)     # ahead: chunks a prefill engine may have computed or sent that have not arrived
+    c.max_queue = 1000            # requests that may wait for a slot; more are refused
+
+    c.prefill = role(ahead=2, batch=8)
+    # prefill.ahead: chunks an engine may have computed or sent that have not arrived. prefill.batch: prompts of up to a chunk that
+    # are computed together at most; their positions with padding must be one of the buckets.
     c.decode = role(slots=8, steps=4, ahead=2)
     # decode.slots: sequences an engine decodes at once. decode.steps: decode steps of one call.
     # decode.ahead: calls planned beyond the last reported one.

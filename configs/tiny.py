@@ -19,6 +19,7 @@ def get_config():
     c.chunk = 64
     c.buckets = (16, 32, 64)
     c.reads = (128,)
+    c.prefill.batch = 2
     c.decode.slots = 4
     c.decode.steps = 2            # each step of a call is compiled: two start sooner than four
     return c

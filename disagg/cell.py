@@ -15,7 +15,7 @@ from disagg.decode import DecodeEngine
 from disagg.leader import Leader
 from disagg.loop import Loop, Stopped
 from disagg.prefill import PrefillEngine
-from disagg.scheduler import Scheduler, read_length
+from disagg.scheduler import Scheduler, batch_sizes, read_length
 from disagg.stages import Stages
 from disagg.trace import Trace
 from disagg.transfer import Transfers
@@ -34,11 +34,14 @@ class Limits:
     decode_ahead: int
     pair_bytes: int
     total_bytes: int
+    max_queue: int
+    batch: int
     top: int
 
     def __post_init__(self):
         for name, value in {"cache_length": self.cache_length, "decode.slots": self.slots, "decode.steps": self.steps,
-                            "prefill.ahead": self.prefill_ahead, "decode.ahead": self.decode_ahead}.items():
+                            "prefill.ahead": self.prefill_ahead, "decode.ahead": self.decode_ahead, "max_queue": self.max_queue,
+                            "prefill.batch": self.batch}.items():
             if value < 1:
                 raise ValueError(f"config.{name} must be at least 1, got {value}")
         if list(self.buckets) != sorted(set(self.buckets)) or not self.buckets or self.buckets[0] < 1:
@@ -60,7 +63,8 @@ class Limits:
             raise ValueError(f"config.top_logits must not be negative, got {config.top_logits}")
         reads = (*(n for n in config.reads if n < config.cache_length), config.cache_length)
         return cls(config.cache_length, tuple(config.buckets), reads, config.decode.slots, config.decode.steps,
-                   config.prefill.ahead, config.decode.ahead, config.transfer.pair_bytes, config.transfer.total_bytes, config.top_logits)
+                   config.prefill.ahead, config.decode.ahead, config.transfer.pair_bytes, config.transfer.total_bytes, config.max_queue,
+                   config.prefill.batch, config.top_logits)
 
     def check_chunks(self, form):
         """Raises ValueError where the largest chunk could never be sent."""
@@ -118,10 +122,10 @@ def _lead(config, topology, limits, form, control, loop, front):
     scheduler = Scheduler(prefill=[e.processes for e in topology.prefill], decode=[e.processes for e in topology.decode],
                           interleaved=topology.mode == "interleaved", slots=limits.slots, buckets=limits.buckets,
                           reads=limits.reads, steps=limits.steps, prefill_ahead=limits.prefill_ahead,
-                          decode_ahead=limits.decode_ahead, chunk_bytes=chunk_bytes, pair_bytes=limits.pair_bytes,
-                          total_bytes=limits.total_bytes)
-    leader = Leader(control, scheduler, Stages(topology, chunk_bytes, form.row_bytes), deadline_s=config.control.deadline_s,
-                    stall_s=config.control.stall_s)
+                          decode_ahead=limits.decode_ahead, batch=limits.batch, chunk_bytes=chunk_bytes, pair_bytes=limits.pair_bytes,
+                          total_bytes=limits.total_bytes, max_queue=limits.max_queue)
+    leader = Leader(control, scheduler, Stages(topology, chunk_bytes, form.row_bytes), max_queue=limits.max_queue,
+                    deadline_s=config.control.deadline_s, stall_s=config.control.stall_s)
     leader.start()
     front_end = threading.Thread(target=_run_front, args=(front, leader), name="front end", daemon=True)
     front_end.start()
@@ -181,7 +185,7 @@ def chunk_format(config, model, topology, limits):
     if config.transfer.piece_bytes < 1:
         raise ValueError(f"config.transfer.piece_bytes must be at least 1, got {config.transfer.piece_bytes}")
     form = Format(model, max(e.mesh.size for e in (*topology.prefill, *topology.decode)), config.transfer.piece_bytes,
-                  config.transfer.checksum and bool(topology.pairs))
+                  config.transfer.checksum and bool(topology.pairs), batch_sizes(limits.buckets, limits.batch)[limits.buckets[0]][-1])
     if topology.pairs:
         limits.check_chunks(form)
     return form
@@ -224,16 +228,21 @@ def _connect(topology, limits, form, prefill, decode, start_s):
 def _warm_up(topology, limits, form, prefill, decode):
     """Compile every program that serving uses, by running it."""
     greedy = sampling.pack(0, 0.0, 0, 1.0)
-    starts = range(0, limits.cache_length, limits.buckets[-1])  # where a chunk may begin
-    reads = sorted({read_length(limits.reads, start) for start in starts})
+    starts = range(0, limits.cache_length, limits.buckets[-1])  # where a chunk may begin; where there is one only, none is needed
+    reads = sorted({read_length(limits.reads, max(start, 1)) for start in starts}) if len(starts) > 1 else []
+    counts = batch_sizes(limits.buckets, limits.batch)
     for bucket in limits.buckets:
+        for count in counts[bucket] if prefill else ():
+            jax.block_until_ready(prefill.run_prompts([[0]] * count, [greedy] * count, bucket, count, 0, 0))
         for read in reads if prefill else ():
-            jax.block_until_ready(prefill.run([0] * bucket, 0, read, read == 0, greedy, 0, 0))
+            jax.block_until_ready(prefill.run([0] * bucket, 0, read, bucket == limits.buckets[0], greedy, 0, 0))
         if decode:
             shapes = form.shape(bucket)
             chunk = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
                             out_shardings=shardings(topology.my_decode.mesh, shapes))()
             decode.write(chunk, 0, 0)
+            for length in [b for b, n in counts.items() if b < bucket and bucket // b in n and bucket % b == 0]:
+                decode.write(chunk, 0, 0, 0, length)
     if decode:
         decode.activate(chunk["ticket"], 0, 1, 0, [], greedy)
         decode.free(0)

@@ -4,8 +4,11 @@ A dict: for each array of the cache (k, v, and their scales where the cache is q
 [l,K*C] or [l,K*C,D], head after head; the rows, axis 1, are cut over all devices of an engine, whether they divide the heads
 or not. Several arrays of one call travel over several streams, and the engines make and take them without a copy.
 
-"ticket", int32 [3]: the token sampled after the chunk's last valid position (-1: not the last chunk), the number of the
-transfer and of the request. The receiver checks the last two.
+A chunk is a part of one long prompt, or several whole prompts of one length with their padding: position after position, prompt
+after prompt.
+
+"ticket", int32 [2 + n]: the number of the transfer and of its first request, which the receiver checks; then for each prompt that
+ends in the chunk the token sampled after it (-1: none). n: the most prompts that a chunk of this job has.
 
 "sums", uint32 [1,units], where checksums are on: of each unit of rows, the least that goes from one device to one other.
 """
@@ -30,6 +33,7 @@ class Format:
     units: int
     piece_bytes: int
     checksum: bool
+    prompts: int = 1  # in one chunk, at most
 
     def shape(self, bucket):
         """Tree of jax.ShapeDtypeStruct of a chunk of this bucket."""
@@ -38,7 +42,7 @@ class Format:
         def pieces(s):
             _, _, K, C, *rest = s.shape
             return tuple(jax.ShapeDtypeStruct((b - a, K * C, *rest), s.dtype) for a, b in self._groups(s))
-        shapes = {name: pieces(s) for name, s in _arrays(cache)} | {"ticket": jax.ShapeDtypeStruct((3,), jnp.int32)}
+        shapes = {name: pieces(s) for name, s in _arrays(cache)} | {"ticket": jax.ShapeDtypeStruct((2 + self.prompts,), jnp.int32)}
         return shapes | ({"sums": jax.ShapeDtypeStruct((1, self.units), jnp.uint32)} if self.checksum else {})
 
     def bytes(self, bucket):
@@ -57,13 +61,18 @@ class Format:
         ends = [round(i * s.shape[0] / count) for i in range(count + 1)]
         return list(zip(ends, ends[1:]))
 
-    def pack(self, new, tag):
-        """The cache's arrays of a chunk's positions [L,1,K,C,...] -> a chunk without a token. tag int32 [2]: transfer, request."""
+    def pack(self, new, tag, tokens):
+        """The cache's arrays of a chunk's positions [L,N,K,C,...] of N prompts -> a chunk. tag int32 [2]: transfer, request.
+        tokens int32 [<= N]: the first ones."""
         def pieces(x):
-            flat = x.reshape(x.shape[0], x.shape[2] * x.shape[3], *x.shape[4:])
+            L, N, K, C, *rest = x.shape
+            flat = x.swapaxes(1, 2).reshape(L, K * N * C, *rest)
             return tuple(flat[a:b] for a, b in self._groups(x))
         kv = {name: pieces(x) for name, x in _arrays(new)}
-        return self.sealed(kv | {"ticket": jnp.concatenate([jnp.array([-1]), tag])})
+        return self.sealed(kv | {"ticket": self.ticket(tag, tokens)})
+
+    def ticket(self, tag, tokens):
+        return jnp.concatenate([tag, tokens, jnp.full(self.prompts - tokens.size, -1, jnp.int32)])
 
     def sealed(self, chunk):
         """A chunk with the sums of its arrays, where they are on. To be jitted: with the program that makes the arrays, which
@@ -76,8 +85,9 @@ def _arrays(cache):
     return [(name, x) for name, x in cache._asdict().items() if x is not None]
 
 
-def write(cache, kv, slot, start):
-    """Put a chunk's arrays (without ticket and sums) into the slot of a cache [L,B,K,T,...], from position `start`.
+def write(cache, kv, slot, start, index, length):
+    """Put a chunk's arrays (without ticket and sums) into the slot of a cache [L,B,K,T,...], from position `start`. length: of one
+    of the prompts of which the index-th is written; None: all of the chunk.
 
     dynamic_update_slice into the donated cache; an indexed `.at[:, slot].set` would gather a sharded cache.
     """
@@ -85,6 +95,8 @@ def write(cache, kv, slot, start):
         layer = 0
         for x in pieces:
             new = x.reshape(x.shape[0], 1, whole.shape[2], -1, *x.shape[2:])
+            if length is not None:
+                new = jax.lax.dynamic_slice_in_dim(new, index * length, length, 3)
             whole = jax.lax.dynamic_update_slice(whole, new, (layer, slot, 0, start, *[0] * (new.ndim - 4)))
             layer += x.shape[0]
         return whole

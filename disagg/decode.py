@@ -37,17 +37,18 @@ def init_state(model, slots, length):
                  jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32), sampling.empty(slots))
 
 
-def write_chunk(state, kv, slot, start):
-    """Put a chunk's arrays at position `start` of a reserved slot; start + C must not pass the cache's end."""
-    return state._replace(cache=chunk.write(state.cache, kv, slot, start))
+def write_chunk(state, kv, slot, start, index, length):
+    """Put a chunk, or the index-th of its prompts, at position `start` of a reserved slot; it must not pass the cache's end.
+    length: see chunk.write."""
+    return state._replace(cache=chunk.write(state.cache, kv, slot, start, index, length))
 
 
-def activate(state, ticket, slot, position, left, stops, sampler):
-    """Start decoding a slot whose `position` prompt positions are written, from the first token in the last chunk's ticket.
+def activate(state, ticket, index, slot, position, left, stops, sampler):
+    """Start decoding a slot whose `position` prompt positions are written, from the index-th first token of the last chunk's ticket.
 
     left: tokens still to make after that one. A first token that is a stop id leaves the slot inactive.
     """
-    token = ticket[0]
+    token = ticket[2 + index]
     left = jnp.where(jnp.any(stops == token), 0, left)
     return state._replace(
         token=state.token.at[slot].set(token), position=state.position.at[slot].set(position),
@@ -120,7 +121,7 @@ def programs(model, mesh, *, slots, cache_length, steps, top):
     jit = functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
     return Programs(
         init=jax.jit(functools.partial(init_state, model, slots, cache_length), out_shardings=shardings),
-        write=jit(write_chunk), activate=jit(activate), free=jit(free),
+        write=jit(write_chunk, static_argnames="length"), activate=jit(activate), free=jit(free),
         mark=jax.jit(lambda state: state.left + 0, out_shardings=whole),
         steps=jax.jit(functools.partial(decode_steps, model, sharding.on_shards(split, sharding.DECODE), top, steps),
                       donate_argnums=1, static_argnames="read", out_shardings=(shardings, whole)))
@@ -134,14 +135,15 @@ class DecodeEngine:
         self._programs = programs(model, mesh, slots=slots, cache_length=cache_length, steps=steps, top=top)
         self._state = self._programs.init()
 
-    def write(self, received, slot, start):
-        self._state = self._programs.write(self._state, chunk.kv(received), np.int32(slot), np.int32(start))
+    def write(self, received, slot, start, index=0, length=None):
+        """index, length: of a chunk of several prompts the index-th, each with so many positions."""
+        self._state = self._programs.write(self._state, chunk.kv(received), np.int32(slot), np.int32(start), np.int32(index), length=length)
 
-    def activate(self, ticket, slot, position, left, stops, sampler):
-        """Start slot with the token of its last chunk's `ticket`. stops: at most MAX_STOP_IDS token ids."""
+    def activate(self, ticket, slot, position, left, stops, sampler, index=0):
+        """Start slot with the index-th token of its last chunk's `ticket`. stops: at most MAX_STOP_IDS token ids."""
         padded = np.full(MAX_STOP_IDS, -1, np.int32)
         padded[:len(stops)] = stops
-        self._state = self._programs.activate(self._state, ticket, np.int32(slot), np.int32(position),
+        self._state = self._programs.activate(self._state, ticket, np.int32(index), np.int32(slot), np.int32(position),
                                               np.int32(left), padded, sampler)
 
     def free(self, slot):

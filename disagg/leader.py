@@ -12,10 +12,11 @@ from absl import logging
 
 
 class Leader:
-    def __init__(self, control, scheduler, stages, *, deadline_s, stall_s):
-        """deadline_s: for an arrival, once its chunk is computed. stall_s: for computing a chunk or a decode call."""
+    def __init__(self, control, scheduler, stages, *, max_queue, deadline_s, stall_s):
+        """max_queue: requests that may wait. deadline_s: for an arrival, once its chunk is computed. stall_s: for computing a chunk or a decode call."""
         self._control, self._scheduler, self._stages = control, scheduler, stages
         self._deadline_s, self._stall_s = deadline_s, stall_s
+        self.max_queue = max_queue
         self._idle_s = deadline_s / 5            # an empty plan is published at least this often, as a sign of life
         self._commands = queue.SimpleQueue()     # (method, arguments) of front ends
         self._handlers = {}                      # request id -> handler
@@ -44,7 +45,8 @@ class Leader:
         return next(self._numbers)
 
     def submit(self, request, handler):
-        """handler(kind, *details): ("tokens", ids, bests), then once ("finish", reason) or ("error", message)."""
+        """handler(kind, *details): ("tokens", ids, bests), then once ("finish", reason), ("error", message) or, if the queue
+        has no room for it, ("refused", message)."""
         self._command(self._submit, request, handler)
 
     def cancel(self, request_id):
@@ -100,6 +102,7 @@ class Leader:
                 self._lose(process, why)
             for role, index, why in self._stages.overdue(self._deadline_s, self._stall_s):
                 self._lose_engine(role, index, why)
+            self._scheduler.expire(time.monotonic())
             self._hand_out()
             if self._stopped:
                 break
@@ -111,11 +114,13 @@ class Leader:
             self._hand_out()
             # With something planned there may be more to plan at once; else the next report decides.
             timeout = 0 if ops else self._idle_s
+            if (end := self._scheduler.next_timeout) is not None:
+                timeout = min(timeout, max(0.0, end - time.monotonic()))
 
     def _submit(self, request, handler):
         self._handlers[request.id] = handler
         logging.info("request %d: %d prompt tokens, up to %d new ones", request.id, len(request.tokens), request.max_tokens)
-        self._scheduler.submit(request)
+        self._scheduler.submit(request, time.monotonic())
 
     def _cancel(self, request_id):
         self._handlers.pop(request_id, None)
@@ -165,16 +170,17 @@ class Leader:
         self._stages.computed(number)
         self._scheduler.computed(number)
 
-    def on_first(self, process, number, request_id, token, best):
+    def on_first(self, process, number, firsts):
         self._stages.computed(number)
         self._scheduler.computed(number)
-        self._scheduler.first(request_id, token, best)
+        for request_id, token, best in firsts:
+            self._scheduler.first(request_id, token, best)
 
-    def on_arrived(self, process, number, error, token):
+    def on_arrived(self, process, number, error, tokens):
         self._stages.arrived(process, number, error)
         if error:
             self.error = self.error or f"transfer {number} failed: {error}"
-        self._scheduler.arrived(process, number, error, token)
+        self._scheduler.arrived(process, number, error, tokens)
 
     def on_corrupt(self, process, number, why):
         self.corrupted += 1

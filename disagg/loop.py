@@ -1,20 +1,23 @@
 """What every process does: read a plan, execute its operations that concern it, report.
 
 The operations, JSON lists:
-  ["prefill", p, number, request, tokens, start, read, last, sampler]   compute one chunk on prefill engine p, which reads
-                                                                  so many positions of its cache
-  ["transfer", number, p, d, bucket, request]                     send it to decode engine d: every process issues this
-  ["write", d, number, slot, start, activation]                   put it into a reserved slot; activation is null, or, with
-                                                                  the last chunk, [position, left, stop ids, sampler]
+  ["prefill", p, number, bucket, count, prompts]                  compute whole prompts together on prefill engine p, at most
+                                                                  count: [[request, tokens, sampler], ...]
+  ["chunk", p, number, request, tokens, start, read, last, sampler]   compute a part of a longer one, which reads so many
+                                                                  positions of the engine's cache
+  ["transfer", number, p, d, bucket, request]                     send either to decode engine d: every process issues this
+  ["write", d, number, index, length, slot, start, activation]    put the index-th prompt of so many positions, or all where
+                                                                  length is null, into a reserved slot; activation is null,
+                                                                  or, with the prompt's end, [position, left, stop ids, sampler]
   ["decode", d, read]                                             one call of decode steps, which read so many positions
   ["free", d, slot]                                               end a slot before its limit
-  ["discard", number]                                             forget a chunk that will not be written
+  ["discard", number]                                             forget what was computed: all is written that will be
   ["drop", role, index, why]                                      the engine is dead: its processes leave
   ["stop", error]                                                 the end; error is null or the reason
 
 The reports:
-  ["computed", number]  ["first", number, request, token, best]   from a prefill engine's leader
-  ["arrived", number, error, token]                               from every process of the receiving engine
+  ["computed", number]  ["first", number, [[request, token, best], ...]]   from a prefill engine's leader
+  ["arrived", number, error, tokens]                              from every process of the receiving engine
   ["corrupt", number, why]                                        before it, if the values are not those that were sent
   ["tokens", d, rows, bests]                                      from a decode engine's leader
   ["broken", role, index, why]                                    an engine's computation failed
@@ -57,8 +60,8 @@ class Loop:
         self._p, self._d = (e.index if e else None for e in mine)
         self._leads_prefill, self._leads_decode = (e is not None and e.leader == topology.process for e in mine)
         self._hash_chain = hash_chain
-        self._chunks = {}      # number -> chunk computed here, not sent or written yet
-        self._received = {}    # number -> (prefill engine, parts) received here, not written yet
+        self._chunks = {}      # number -> chunk computed here or joined, not sent or discarded yet
+        self._received = {}    # number -> (prefill engine, parts) received here, not joined or discarded yet
         self._arriving = collections.OrderedDict()  # number -> (prefill engine, request, parts, when issued)
         self._lock = threading.Condition()          # of the two above
         self._running = True
@@ -96,14 +99,25 @@ class Loop:
 
     # Operations.
 
-    def op_prefill(self, p, number, request, tokens, start, read, last, sampler):
+    def op_prefill(self, p, number, bucket, count, prompts):
+        if p != self._p:
+            return
+        begun = now()
+        requests, tokens, samplers = zip(*prompts)
+        chunk, best = self._prefill.run_prompts(tokens, [sampling.pack(*s) for s in samplers], bucket, count, number, requests[0])
+        self._chunks[number] = chunk
+        if self._leads_prefill:
+            self._results.put((("first", number, requests), _to_host(chunk["ticket"], *best), ("prefill", p, begun, {
+                "number": number, "request": requests[0], "prompts": len(prompts), "tokens": sum(map(len, tokens)), "last": True})))
+
+    def op_chunk(self, p, number, request, tokens, start, read, last, sampler):
         if p != self._p:
             return
         begun = now()
         chunk, best = self._prefill.run(tokens, start, read, last, sampling.pack(*sampler), number, request)
         self._chunks[number] = chunk
         if self._leads_prefill:
-            what = ("first", number, request) if last else ("computed", number)
+            what = ("first", number, [request]) if last else ("computed", number)
             self._results.put((what, _to_host(chunk["ticket"], *(best or ())),
                                ("prefill", p, begun, {"number": number, "request": request, "tokens": len(tokens), "last": last})))
 
@@ -115,19 +129,19 @@ class Loop:
                 self._arriving[number] = p, request, parts, begun
                 self._lock.notify()
 
-    def op_write(self, d, number, slot, start, activation):
+    def op_write(self, d, number, index, length, slot, start, activation):
         if d != self._d:
             return
         begun = now()
-        chunk = self._chunks.pop(number, None)
-        if chunk is None:
+        if number not in self._chunks:
             with self._lock:
                 p, parts = self._received.pop(number)
-            chunk = self._transfers.routes[p, d].join(parts)
-        self._decode.write(chunk, slot, start)
+            self._chunks[number] = self._transfers.routes[p, d].join(parts)
+        chunk = self._chunks[number]
+        self._decode.write(chunk, slot, start, index, length)
         if activation:
             position, left, stops, sampler = activation
-            self._decode.activate(chunk["ticket"], slot, position, left, stops, sampling.pack(*sampler))
+            self._decode.activate(chunk["ticket"], slot, position, left, stops, sampling.pack(*sampler), index)
         if self._trace.enabled and self._leads_decode:
             self._results.put((None, [self._decode.done()],
                                ("write", d, begun, {"number": number, "slot": slot, "last": bool(activation)})))
@@ -179,12 +193,13 @@ class Loop:
 
     def _arrived(self, number, entry):
         p, request, parts, begun = entry
-        error = token = None
+        error = tokens = None
         try:
             jax.block_until_ready(parts)  # a failed receive is ready too, and raises here
             arrived = now()
             for part in parts:
-                token, *tag = np.asarray(part["ticket"].addressable_data(0)).tolist()
+                ticket = np.asarray(part["ticket"].addressable_data(0)).tolist()
+                tag, tokens = ticket[:2], ticket[2:]
                 if tag != [number, request]:
                     self._control.report("out_of_step", f"process {self._topology.process} waited for transfer {number} "
                                          f"of request {request} and received transfer {tag[0]} of request {tag[1]}")
@@ -202,14 +217,14 @@ class Loop:
         with self._lock:
             if self._arriving.pop(number, None) is not None and not error:
                 self._received[number] = p, parts
-        self._control.report("arrived", number, error, token)
+        self._control.report("arrived", number, error, tokens)
 
     def _read(self):
         """Read results from the devices, in the order in which they were dispatched, and report them."""
         while (item := self._results.get()) is not None:
             what, arrays, (kind, engine, begun, details) = item
             try:
-                first, *best = (np.asarray(a).tolist() for a in arrays)
+                first, *best = (np.asarray(a).tolist() for a in arrays)  # of a call or of a chunk's ticket
                 self._trace.span(kind, engine, begun, now(), **details)
             except jax.errors.JaxRuntimeError as e:
                 role = "prefill" if kind == "prefill" else "decode"
@@ -220,7 +235,8 @@ class Loop:
             if what[0] == "tokens":
                 self._control.report(*what, first, [[list(zip(i, v)) for i, v in zip(*step)] for step in zip(*best)])
             elif what[0] == "first":
-                self._control.report(*what, first[0], list(zip(*best)))
+                bests = zip(*best)  # of each prompt: ids, scores
+                self._control.report("first", what[1], [[request, token, list(zip(*of))] for request, token, of in zip(what[2], first[2:], bests)])
             else:
                 self._control.report(*what)
 

@@ -16,10 +16,11 @@ STRICT = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class _Request(pydantic.BaseModel):
-    """What both kinds have. Defaults are OpenAI's; top_k, ignore_eos and stop_token_ids are common extensions.
+    """What both kinds have. Defaults are OpenAI's; top_k, ignore_eos, stop_token_ids, priority and timeout are extensions.
 
     seed: unset, the front end's rule. stop: one string or up to four; the text ends before the first of them.
-    stop_token_ids: in addition to the model's own.
+    stop_token_ids: in addition to the model's own. priority: requests with a lower one begin first. timeout: seconds after which
+    the request ends with an error (unset: none).
     """
 
     model_config = STRICT
@@ -31,6 +32,8 @@ class _Request(pydantic.BaseModel):
     stop: NonEmpty | Annotated[list[NonEmpty], pydantic.Field(max_length=4)] | None = None
     stop_token_ids: Annotated[list[TokenId], pydantic.Field(max_length=decode.MAX_STOP_IDS)] = []
     ignore_eos: bool = False
+    priority: Annotated[int, pydantic.Field(ge=-2**31, lt=2**31)] = 0
+    timeout: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] | None = None
 
     @property
     def stop_strings(self):
@@ -165,7 +168,8 @@ def prepare(asked, number, tokenizer, *, cache_length, vocab_size, default_seed)
     if len(stops) > decode.MAX_STOP_IDS:
         raise ValueError(f"stop_token_ids: {len(stops)} stop ids with the model's own; at most {decode.MAX_STOP_IDS} are served")
     seed = default_seed if asked.seed is None else asked.seed
-    return scheduler.Request(number, tuple(tokens), limit, tuple(stops), (seed, asked.temperature, asked.top_k, asked.top_p))
+    return scheduler.Request(number, tuple(tokens), limit, tuple(stops), (seed, asked.temperature, asked.top_k, asked.top_p), asked.priority,
+                             asked.timeout)
 
 
 def text_stream(asked, prepared, tokenizer):

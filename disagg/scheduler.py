@@ -1,43 +1,56 @@
-"""Which request goes where, and when. Pure Python: a function of submissions, reports and deaths; it reads no clock.
+"""Which request goes where, and when. Pure Python: a function of submissions, reports, deaths and of the time that it is told.
 
 A request: queued -> a slot is reserved on a decode engine and a prefill engine starts its chunks -> each chunk is sent,
 and written into the reserved slot once every process of the decode engine has reported it -> with the last chunk the
 slot is activated -> decode steps -> finished, and the slot is free again. In interleaved mode a chunk is written where
-it was computed, at once. First come, first served; the least loaded engine is taken.
+it was computed, at once.
+
+First come, first served among those of one priority. A prompt goes to the prefill engine with the fewest prompt tokens still
+to compute, and to the decode engine with the most free slots and, of those, the fewest tokens still to make. Prompts of up
+to a chunk are short: they are computed whole, those that wait together as far as the buckets allow. A longer one is computed in
+chunks; an engine has one such at a time, and between its chunks short ones get their turn, also those that came after another
+long one, which no engine can begin yet.
 
 `plan` gives the operations of the next plan (see loop.py) and `events` what became of requests:
-("tokens", request id, [token ids], [best candidates of each]), ("finish", id, reason), ("error", id, message).
+("tokens", request id, [token ids], [best candidates of each]), ("finish", id, reason), ("error", id, message),
+("refused", id, message) for one that the queue has no room for.
 """
 
+import bisect
 import collections
 import dataclasses
+import heapq
+import itertools
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What the engines need to know of a request. sampler: (seed, temperature, top_k, top_p)."""
+    """What the engines need to know of a request. sampler: (seed, temperature, top_k, top_p). priority: those with a lower one
+    begin first. timeout: seconds from its submission to its end at most; None: no limit."""
 
     id: int
     tokens: tuple[int, ...]
     max_tokens: int
     stop_ids: tuple[int, ...]
     sampler: tuple[int, float, int, float]
+    priority: int = 0
+    timeout: float | None = None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Chunk:
     number: int            # of the transfer
-    sequence: object       # its _Sequence; None when that has ended before the chunk arrived
+    sequences: list        # of its prompts, in order; None for one that is written or has ended
     p: int
     d: int
-    start: int
-    length: int
+    start: int             # of a long prompt's part
+    length: int | None     # of each of several prompts, with its padding
     last: bool
     bytes: int             # on their way
     waiting: set           # processes that have not reported it arrived
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Sequence:
     request: Request
     p: int
@@ -50,11 +63,25 @@ class _Sequence:
     planned: int = 0       # decode steps planned since activation
     chunks: collections.deque = dataclasses.field(default_factory=collections.deque)  # not written yet
 
+    @property
+    def stage(self):
+        if self.next < len(self.request.tokens):
+            return f"being prefilled, {self.next} of its {len(self.request.tokens)} prompt tokens so far"
+        if self.chunks:
+            return "being prefilled or moved"
+        return f"being decoded, {self.made} of up to {self.request.max_tokens} tokens so far"
+
+
+class _NoRoom(Exception):
+    """Too much is on its way in the whole job for the next chunk in order."""
+
 
 class _Prefill:
     def __init__(self, processes):
         self.processes, self.alive, self.current, self.in_flight = processes, True, None, 0
-        self.planned = 0                        # prompt tokens in total: evens out equally loaded engines
+        self.short_next = False                 # short prompts have their turn, if there are any
+        self.owed = 0                           # prompt tokens planned and not reported as computed
+        self.planned = 0                        # ... in total: evens out equally loaded engines
 
 
 class _Decode:
@@ -62,6 +89,7 @@ class _Decode:
         self.processes, self.alive = processes, True
         self.free = list(range(slots))
         self.active = {}                        # slot -> sequence
+        self.owed = 0                           # tokens that its sequences may still make
         self.steps = collections.deque()        # of each call not reported yet: who was in which slot
 
 
@@ -70,30 +98,61 @@ def read_length(reads, positions):
     return next(n for n in (0, *reads) if n >= positions)
 
 
+def batch_sizes(buckets, most):
+    """bucket -> how many prompts of it may be computed together: the numbers up to `most` whose positions together are a bucket, too."""
+    return {b: [n for n in range(1, most + 1) if n * b in buckets] for b in buckets}
+
+
 class Scheduler:
-    def __init__(self, *, prefill, decode, interleaved, slots, buckets, reads, steps, prefill_ahead, decode_ahead, chunk_bytes,
-                 pair_bytes, total_bytes):
+    def __init__(self, *, prefill, decode, interleaved, slots, buckets, reads, steps, prefill_ahead, decode_ahead, batch,
+                 chunk_bytes, pair_bytes, total_bytes, max_queue):
         """prefill, decode: the process ids of each engine. buckets: ascending, the last is the chunk size. reads: lengths of
         the cache that calls are compiled to read, ascending, the last is all of it. steps: decode steps a call.
-        prefill_ahead, decode_ahead: chunks and calls an engine may have planned that are not reported. chunk_bytes: what a
-        chunk of each bucket moves; pair_bytes, total_bytes: what may be on its way from one engine to another, and in all."""
+        prefill_ahead, decode_ahead: chunks and calls an engine may have planned that are not reported. batch: short prompts
+        computed together at most. chunk_bytes: what a
+        chunk of each bucket moves; pair_bytes, total_bytes: what may be on its way from one engine to another, and in all. max_queue: requests that may wait."""
         self._prefill = [_Prefill(p) for p in prefill]
         self._decode = [_Decode(p, slots) for p in decode]
         self._interleaved, self._buckets, self._chunk, self._reads = interleaved, buckets, buckets[-1], reads
+        self._batch_sizes = batch_sizes(buckets, batch)
         self._steps, self._prefill_ahead, self._decode_ahead = steps, prefill_ahead, decode_ahead
-        self._queue = collections.deque()
+        self._queue, self._max_queue = [], max_queue  # in the order in which they are to begin
+        self._timeouts = []                     # heap of (when, request id)
         self._running = {}                      # request id -> _Sequence
         self._chunk_bytes, self._pair_bytes, self._total_bytes = chunk_bytes, pair_bytes, total_bytes
         self._chunks = {}                       # transfer number -> _Chunk, neither written nor discarded yet
         self._moving = collections.Counter()    # (p, d) -> bytes sent that not all of the receiver's processes have reported
         self._transfers = 0
-        self._computing = {}                    # interleaved: transfer number -> prefill engine
+        self._computing = {}                    # transfer number -> (prefill engine, prompt tokens)
         self._ops = []                          # decided between plans: free, discard, drop
         self.events = []
 
-    def submit(self, request):
-        self._queue.append(request)
+    def submit(self, request, now=0.0):
+        if len(self._queue) >= self._max_queue:
+            self.events.append(("refused", request.id, f"the queue is full: {len(self._queue)} requests wait, config.max_queue is "
+                                f"{self._max_queue}"))
+            return
+        bisect.insort(self._queue, request, key=lambda r: r.priority)
+        if request.timeout is not None:
+            heapq.heappush(self._timeouts, (now + request.timeout, request.id))
         self._fail_if_nothing_lives()
+
+    def expire(self, now):
+        """End the requests whose time is over."""
+        while self._timeouts and self._timeouts[0][0] <= now:
+            _, request_id = heapq.heappop(self._timeouts)
+            request = next((r for r in self._queue if r.id == request_id), None)
+            sequence = self._running.get(request_id)
+            if request or sequence:
+                timeout = (request or sequence.request).timeout
+                stage = sequence.stage if sequence else "waiting in the queue"
+                self.cancel(request_id)
+                self.events.append(("error", request_id, f"the request was not done within its timeout of {timeout:g} s: it was {stage}"))
+
+    @property
+    def next_timeout(self):
+        """When the next request's time is over, or None."""
+        return self._timeouts[0][0] if self._timeouts else None
 
     def cancel(self, request_id):
         """Forget a request in whatever stage it is; no event follows. Unknown and finished ones are ignored."""
@@ -117,8 +176,10 @@ class Scheduler:
 
     def computed(self, number):
         """The prefill engine has computed a chunk. Where nothing is transferred this bounds what it has planned."""
+        p, tokens = self._computing.pop(number)
+        self._prefill[p].owed -= tokens
         if self._interleaved:
-            self._prefill[self._computing.pop(number)].in_flight -= 1
+            self._prefill[p].in_flight -= 1
 
     def first(self, request_id, token, best):
         """The prefill engine's first token of a request."""
@@ -129,8 +190,8 @@ class Scheduler:
                 if request_id in self._running:
                     self._made(sequence, tokens, bests)
 
-    def arrived(self, process, number, error, token):
-        """A process of the decode engine has a chunk with this token in its ticket, or (error, a string) never will."""
+    def arrived(self, process, number, error, tokens):
+        """A process of the decode engine has a chunk with these tokens in its ticket, or (error, a string) never will."""
         chunk = self._chunks.get(number)
         if chunk is None:
             return
@@ -140,20 +201,21 @@ class Scheduler:
             chunk.waiting.discard(process)
             if not chunk.waiting:
                 self._moving[chunk.p, chunk.d] -= chunk.bytes
-                if chunk.sequence is None:
+                if not any(chunk.sequences):
                     self._discard(chunk)
                     return
                 self._prefill[chunk.p].in_flight -= 1
                 if chunk.last:
-                    chunk.sequence.first = token
+                    for sequence, token in zip(chunk.sequences, tokens):
+                        if sequence:
+                            sequence.first = token
 
     def corrupt(self, number, why):
-        """A chunk has arrived with wrong values: its request cannot go on."""
+        """A chunk has arrived with wrong values: its requests cannot go on."""
         chunk = self._chunks.get(number)
-        if chunk is not None and chunk.sequence is not None:
-            request = chunk.sequence.request
-            self._release(chunk.sequence)
-            self.events.append(("error", request.id, why))
+        for sequence in list(filter(None, chunk.sequences)) if chunk else ():
+            self._release(sequence)
+            self.events.append(("error", sequence.request.id, why))
 
     def tokens(self, d, rows, bests):
         """The oldest unreported decode call of engine d. rows: [steps][slots] token ids, -1 where none was made."""
@@ -187,7 +249,7 @@ class Scheduler:
                 self.events.append(("error", s.request.id, message))
             elif s.p == index and role == "prefill" and not s.made and s.first is not None:
                 self.first(s.request.id, s.first, [])  # its own report may never come
-        for chunk in [c for c in self._chunks.values() if c.sequence is None and index == (c.p if role == "prefill" else c.d)]:
+        for chunk in [c for c in self._chunks.values() if not any(c.sequences) and index == (c.p if role == "prefill" else c.d)]:
             self._moving[chunk.p, chunk.d] -= chunk.bytes  # it will not arrive any more
             self._discard(chunk)
         self._fail_if_nothing_lives(message)
@@ -229,65 +291,139 @@ class Scheduler:
         return [["decode", d, read_length(self._reads, max(lengths))]]
 
     def _prefill_ops(self):
-        """The next chunk of every prefill engine that may have one more on its way: of the request it has begun, or of the
-        next in the queue. Where the whole job has no room for a chunk, no younger request takes what room there is."""
+        """What the prefill engines that may have one more chunk on its way compute next, the least loaded first. Where the whole
+        job has no room for a chunk, no younger request takes what room there is."""
         ops = []
-        able = [p for p, e in enumerate(self._prefill) if e.alive and e.in_flight < self._prefill_ahead]
-        begun = [p for p in able if self._prefill[p].current]
-        for p in sorted(begun, key=lambda p: self._prefill[p].current.request.id):
-            s = self._prefill[p].current
-            size = self._size(s.request, s.next)
-            if self._moving.total() + size > self._total_bytes:
-                return ops
-            if self._moving[p, s.d] + size <= self._pair_bytes:
-                ops += self._chunk_ops(s)
-        while self._queue:
-            size = self._size(self._queue[0], 0)
-            if self._moving.total() + size > self._total_bytes:
-                return ops
-            ways = [(-len(decode.free), self._prefill[p].in_flight, self._prefill[p].planned, p, d)
-                    for p in able if self._prefill[p].current is None and self._prefill[p].in_flight < self._prefill_ahead
-                    for d, decode in enumerate(self._decode) if decode.alive and decode.free
-                    if (p == d if self._interleaved else self._moving[p, d] + size <= self._pair_bytes)]
-            if not ways:
-                return ops
-            *_, p, d = min(ways)
-            request = self._queue.popleft()
-            s = self._running[request.id] = self._prefill[p].current = _Sequence(request, p, d, self._decode[d].free.pop(0))
-            ops += self._chunk_ops(s)
+        try:
+            while more := self._next_prefill():
+                ops += more
+        except _NoRoom:
+            pass
         return ops
 
-    def _size(self, request, start):
-        """Bytes that the chunk from this position moves."""
-        length = min(len(request.tokens) - start, self._chunk)
-        return 0 if self._interleaved else self._chunk_bytes[self._bucket(length)]
+    def _next_prefill(self):
+        """One engine's next chunk and its transfer; None where no engine can have one."""
+        able = [p for p, e in enumerate(self._prefill) if e.alive and e.in_flight < self._prefill_ahead]
+        able.sort(key=lambda p: (self._prefill[p].owed, self._prefill[p].in_flight, self._prefill[p].planned, p))
+        begun = sorted((p for p in able if self._prefill[p].current), key=lambda p: self._prefill[p].current.request.id)
+        roomy = [p for p in begun if self._has_room(p, self._prefill[p].current.d, self._next_bucket(p))]
+        for p in roomy:
+            if not self._prefill[p].short_next:
+                return self._next_chunk(p)
+        if ops := self._begin(able):
+            return ops
+        return self._next_chunk(roomy[0]) if roomy else None
+
+    def _next_chunk(self, p):
+        """The next part of the long prompt that engine p has begun."""
+        s, bucket = self._prefill[p].current, self._next_bucket(p)
+        part = s.request.tokens[s.next:s.next + self._chunk]
+        start, s.next = s.next, s.next + len(part)
+        last = s.next == len(s.request.tokens)
+        engine = self._prefill[p]
+        engine.short_next = True
+        if last:
+            engine.current = None
+        chunk = self._plan_chunk([s], p, s.d, start, None, last, bucket, len(part))
+        op = ["chunk", p, chunk.number, s.request.id, list(part), start, read_length(self._reads, max(start, 1)), last, s.request.sampler]
+        return [op, *self._transfer_ops(chunk, bucket)]
+
+    def _next_bucket(self, p):
+        s = self._prefill[p].current
+        return self._bucket(min(len(s.request.tokens) - s.next, self._chunk))
+
+    def _begin(self, able):
+        """Begin the next request of the queue, if it is a short one together with others; None where none can begin."""
+        idle = [p for p in able if self._prefill[p].current is None]
+        for i, request in enumerate(self._queue):
+            short = len(request.tokens) <= self._chunk
+            if not (engines := able if short else idle):
+                continue  # a long one, and every engine has one: short ones behind it may pass
+            bucket = self._bucket(min(len(request.tokens), self._chunk))
+            ways = [(-len(decode.free), decode.owed, able.index(p), p, d) for p in engines for d, decode in enumerate(self._decode)
+                    if decode.alive and decode.free and (p == d if self._interleaved else self._has_room(p, d, bucket))]
+            if not ways:
+                return None
+            *_, p, d = min(ways)
+            if short:
+                return self._begin_short(self._short_ones(i, bool(idle)), p, d, len(able))
+            del self._queue[i]
+            self._prefill[p].current = self._admit(request, p, d)
+            return self._next_chunk(p)
+        return None
+
+    def _short_ones(self, first, stop):
+        """The short requests of the queue from the first-th on; stop: up to a long one."""
+        for request in itertools.islice(self._queue, first, None):
+            if len(request.tokens) <= self._chunk:
+                yield request
+            elif stop:
+                return
+
+    def _begin_short(self, waiting, p, d, engines):
+        """The first of the waiting requests and those behind it, as many as fit in one chunk: a fair share of them, where
+        several engines are free."""
+        waiting = list(itertools.islice(waiting, engines * self._batch_sizes[self._buckets[0]][-1]))
+        most = min(-(-len(waiting) // engines), len(self._decode[d].free))
+        taken, bucket, count = waiting[:1], self._bucket(len(waiting[0].tokens)), 1
+        for request in waiting[1:most]:
+            wider = max(bucket, self._bucket(len(request.tokens)))
+            fitting = next((n for n in self._batch_sizes[wider] if n > len(taken)), None)
+            if fitting is None or not self._fits(p, d, wider * fitting):
+                break
+            taken.append(request)
+            bucket, count = wider, fitting
+        for request in taken:
+            self._queue.remove(request)
+        sequences = [self._admit(request, p, d) for request in taken]
+        for s in sequences:
+            s.next = len(s.request.tokens)
+        self._prefill[p].short_next = False
+        chunk = self._plan_chunk(sequences, p, d, 0, bucket if count > 1 else None, True, bucket * count, sum(s.next for s in sequences))
+        prompts = [[s.request.id, list(s.request.tokens), s.request.sampler] for s in sequences]
+        return [["prefill", p, chunk.number, bucket, count, prompts], *self._transfer_ops(chunk, bucket * count)]
+
+    def _admit(self, request, p, d):
+        decode = self._decode[d]
+        decode.owed += request.max_tokens
+        s = self._running[request.id] = _Sequence(request, p, d, decode.free.pop(0))
+        return s
+
+    def _plan_chunk(self, sequences, p, d, start, length, last, bucket, tokens):
+        """Note a chunk of so many positions, with padding, and prompt tokens."""
+        number, self._transfers = self._transfers, self._transfers + 1
+        chunk = self._chunks[number] = _Chunk(number, list(sequences), p, d, start, length, last, self._size(bucket),
+                                              set() if self._interleaved else set(self._decode[d].processes))
+        for s in sequences:
+            s.chunks.append(chunk)
+        self._moving[p, d] += chunk.bytes
+        self._computing[number] = p, tokens
+        engine = self._prefill[p]
+        engine.planned += tokens
+        engine.owed += tokens
+        engine.in_flight += 1
+        return chunk
+
+    def _transfer_ops(self, chunk, bucket):
+        request = next(s.request.id for s in chunk.sequences if s)
+        return [] if self._interleaved else [["transfer", chunk.number, chunk.p, chunk.d, bucket, request]]
+
+    def _size(self, bucket):
+        """Bytes that a chunk of so many positions moves."""
+        return 0 if self._interleaved else self._chunk_bytes[bucket]
 
     def _bucket(self, length):
         return next(b for b in self._buckets if b >= length)
 
-    def _chunk_ops(self, s):
-        """The next chunk of a sequence, and its transfer."""
-        engine = self._prefill[s.p]
-        part = s.request.tokens[s.next:s.next + self._chunk]
-        number, self._transfers = self._transfers, self._transfers + 1
-        last = s.next + len(part) == len(s.request.tokens)
-        chunk = _Chunk(number, s, s.p, s.d, s.next, len(part), last, self._size(s.request, s.next),
-                       set() if self._interleaved else set(self._decode[s.d].processes))
-        s.chunks.append(chunk)
-        self._chunks[number] = chunk
-        self._moving[s.p, s.d] += chunk.bytes
-        s.next += len(part)
-        engine.planned += len(part)
-        if last:
-            engine.current = None
-        engine.in_flight += 1
-        read = read_length(self._reads, chunk.start)
-        ops = [["prefill", s.p, number, s.request.id, list(part), chunk.start, read, last, s.request.sampler]]
-        if self._interleaved:
-            self._computing[number] = s.p
-        else:
-            ops.append(["transfer", number, s.p, s.d, self._bucket(len(part)), s.request.id])
-        return ops
+    def _fits(self, p, d, bucket):
+        size = self._size(bucket)
+        return self._moving.total() + size <= self._total_bytes and self._moving[p, d] + size <= self._pair_bytes
+
+    def _has_room(self, p, d, bucket):
+        """Whether a chunk of so many positions may go from p to d now. Raises _NoRoom where it may go nowhere."""
+        if self._moving.total() + self._size(bucket) > self._total_bytes:
+            raise _NoRoom
+        return self._fits(p, d, bucket)
 
     def _discard(self, chunk):
         del self._chunks[chunk.number]
@@ -298,12 +434,16 @@ class Scheduler:
         ops = []
         while s.chunks and not s.chunks[0].waiting:
             chunk = s.chunks.popleft()
-            del self._chunks[chunk.number]
+            index = chunk.sequences.index(s)
             activation = None
             if chunk.last:
                 self._decode[s.d].active[s.slot] = s
                 activation = [len(s.request.tokens), s.request.max_tokens - 1, list(s.request.stop_ids), s.request.sampler]
-            ops.append(["write", s.d, chunk.number, s.slot, chunk.start, activation])
+            ops.append(["write", s.d, chunk.number, index, chunk.length, s.slot, chunk.start, activation])
+            chunk.sequences[index] = None
+            if not any(chunk.sequences):
+                del self._chunks[chunk.number]
+                ops.append(["discard", chunk.number])
         return ops
 
     # Ends.
@@ -311,6 +451,7 @@ class Scheduler:
     def _made(self, s, tokens, bests):
         """Tokens of a sequence, in order; decides by the device's own rule whether it has ended."""
         s.made += len(tokens)
+        self._decode[s.d].owed -= len(tokens)
         self.events.append(("tokens", s.request.id, tokens, bests))
         if tokens[-1] in s.request.stop_ids:
             self._finish(s, "stop")
@@ -329,10 +470,13 @@ class Scheduler:
         """
         del self._running[s.request.id]
         prefill, decode = self._prefill[s.p], self._decode[s.d]
+        decode.owed -= s.request.max_tokens - s.made
         if prefill.current is s:
             prefill.current = None
         for chunk in s.chunks:
-            chunk.sequence = None
+            chunk.sequences[chunk.sequences.index(s)] = None
+            if any(chunk.sequences):
+                continue  # others need it
             if chunk.waiting:
                 prefill.in_flight -= 1
             else:
@@ -345,4 +489,4 @@ class Scheduler:
     def _fail_if_nothing_lives(self, why="no engine is left"):
         if self.broken:
             while self._queue:
-                self.events.append(("error", self._queue.popleft().id, why))
+                self.events.append(("error", self._queue.pop(0).id, why))

@@ -14,13 +14,17 @@ from absl import logging
 class _Chunk:
     p: int
     d: int
-    request: int
+    requests: tuple[int, ...]
     tokens: int
     bucket: int | None          # None: not transferred
     planned: float
     computed: float | None = None
-    written: bool = False
+    done: bool = False          # written, or never will be
     waiting: set = dataclasses.field(default_factory=set)  # processes that have not reported it arrived
+
+    @property
+    def what(self):
+        return ("request " if len(self.requests) == 1 else "requests ") + ", ".join(map(str, self.requests))
 
 
 class Stages:
@@ -28,7 +32,7 @@ class Stages:
         """chunk_bytes: what a chunk of each bucket moves. row_bytes: what one position of the cache takes."""
         self._topology, self._bytes, self._row_bytes = topology, chunk_bytes, row_bytes
         self._moved = collections.Counter()            # chunks, bytes; rows: prompt positions; padded: positions with padding
-        self._chunks = {}                              # number -> _Chunk, until it is written or discarded and computed
+        self._chunks = {}                              # number -> _Chunk, until it is discarded and computed
         self._free_at = [0.0] * len(topology.prefill)  # when an engine had computed its latest chunk
         self._calls = [collections.deque() for _ in topology.decode]  # when each unreported decode call was planned
 
@@ -36,22 +40,26 @@ class Stages:
         now = time.monotonic()
         for name, *args in ops:
             if name == "prefill":
+                p, number, _, _, prompts = args
+                self._chunks[number] = _Chunk(p, p, tuple(request for request, *_ in prompts), sum(len(tokens) for _, tokens, _ in prompts), None, now)
+            elif name == "chunk":
                 p, number, request, tokens, *_ = args
-                self._chunks[number] = _Chunk(p, p, request, len(tokens), None, now)
+                self._chunks[number] = _Chunk(p, p, (request,), len(tokens), None, now)
             elif name == "transfer":
                 number, p, d, bucket, _ = args
                 chunk = self._chunks[number]
                 chunk.d, chunk.bucket, chunk.waiting = d, bucket, set(self._topology.decode[d].processes)
                 self._moved.update(chunks=1, bytes=self._bytes[bucket], rows=chunk.tokens, padded=bucket)
             elif name == "write":
-                d, number, slot, start, _ = args
+                d, number, index, _, slot, start, activation = args
                 chunk = self._chunks[number]
+                end = activation[0] if activation else start + chunk.tokens
                 logging.info("insert on %s: request %d, slot %d, positions %d to %d", self._topology.decode[d].name,
-                             chunk.request, slot, start, start + chunk.tokens - 1)
-                chunk.written = True
-                self._forget(number)
+                             chunk.requests[index], slot, start, end - 1)
             elif name == "discard":
-                self._chunks.pop(args[0], None)
+                if args[0] in self._chunks:  # unless its engine is lost
+                    self._chunks[args[0]].done = True
+                    self._forget(args[0])
             elif name == "decode":
                 self._calls[args[0]].append(now)
             elif name == "drop":
@@ -67,8 +75,7 @@ class Stages:
         now = chunk.computed = time.monotonic()
         seconds = now - max(chunk.planned, self._free_at[chunk.p])
         self._free_at[chunk.p] = now
-        logging.info("prefill on %s: request %d, %d tokens, %.1f ms", self._topology.prefill[chunk.p].name, chunk.request,
-                     chunk.tokens, seconds * 1e3)
+        logging.info("prefill on %s: %s, %d tokens, %.1f ms", self._topology.prefill[chunk.p].name, chunk.what, chunk.tokens, seconds * 1e3)
         self._forget(number)
 
     def arrived(self, process, number, error):
@@ -77,7 +84,7 @@ class Stages:
         if chunk is None or process not in chunk.waiting:
             return
         chunk.waiting.discard(process)
-        way, size = f"transfer {self._way(chunk)}: request {chunk.request}", self._bytes[chunk.bucket]
+        way, size = f"transfer {self._way(chunk)}: {chunk.what}", self._bytes[chunk.bucket]
         if error:
             logging.error("%s, %d bytes, failed: %s", way, size, error)
         elif not chunk.waiting:
@@ -103,9 +110,9 @@ class Stages:
         now, late = time.monotonic(), []
         for number, chunk in self._chunks.items():
             if chunk.computed is None and now - chunk.planned > compute_s:
-                late.append(("prefill", chunk.p, f"chunk {number} of request {chunk.request} was not computed within {compute_s:.0f} s"))
+                late.append(("prefill", chunk.p, f"chunk {number} of {chunk.what} was not computed within {compute_s:.0f} s"))
             elif chunk.computed is not None and chunk.waiting and now - chunk.computed > arrival_s:
-                late.append(("prefill", chunk.p, f"transfer {number} of request {chunk.request} {self._way(chunk)} did not arrive at "
+                late.append(("prefill", chunk.p, f"transfer {number} of {chunk.what} {self._way(chunk)} did not arrive at "
                              f"processes {sorted(chunk.waiting)} within {arrival_s:.0f} s"))
         for d, calls in enumerate(self._calls):
             if calls and now - calls[0] > compute_s:
@@ -116,7 +123,7 @@ class Stages:
         return f"from {self._topology.prefill[chunk.p].name} to {self._topology.decode[chunk.d].name}"
 
     def _forget(self, number):
-        """A chunk that is written and computed is done with; the two come in either order."""
+        """A chunk that is discarded and computed is done with; the two come in either order."""
         chunk = self._chunks[number]
-        if chunk.computed is not None and chunk.written:
+        if chunk.computed is not None and chunk.done:
             del self._chunks[number]

@@ -4,6 +4,7 @@ import contextlib
 import json
 import queue
 import sys
+import threading
 
 from absl import logging
 
@@ -35,8 +36,19 @@ class Batch:
         A request without a seed gets its line's index, so that a run can be repeated.
         """
         self._done = queue.SimpleQueue()
-        waiting = 0
+        self._room = threading.Semaphore(leader.max_queue)  # no more at once than may wait: none is refused
+        threading.Thread(target=self._ask, args=(leader,), name="requests", daemon=True).start()
+        return self._write()
+
+    def _ask(self, leader):
+        try:
+            self._submit(leader)
+        except Exception as e:  # whatever it is, who waits for the answers must know
+            self._done.put(e)
+
+    def _submit(self, leader):
         for index, line in enumerate(self._lines):
+            self._room.acquire()
             try:
                 asked = request_lib.parse(_json_object(line))
                 number = leader.new_id()
@@ -44,16 +56,16 @@ class Batch:
             except ValueError as e:
                 self._done.put({"index": index, "error": {"message": str(e), "type": "invalid_request_error"}})
                 continue
-            finally:
-                waiting += 1
             answer = _Answer(index, prepared, request_lib.text_stream(asked, prepared, self._tokenizer), leader, self._done)
             leader.submit(prepared, answer)
-        return self._write(waiting)
 
-    def _write(self, waiting):
+    def _write(self):
         ready, written, errors = {}, 0, 0
-        while written < waiting:
+        while written < len(self._lines):
             answer = self._done.get()
+            if isinstance(answer, Exception):
+                raise answer
+            self._room.release()
             ready[answer["index"]] = answer
             while written in ready:
                 answer = ready.pop(written)
@@ -64,7 +76,7 @@ class Batch:
                     if self._output is not sys.stdout:
                         with contextlib.suppress(OSError):  # what is still buffered cannot be written either
                             self._output.close()
-                    raise OSError(e.errno, f"cannot write --output={self._output_path} ({written} of {waiting} answers "
+                    raise OSError(e.errno, f"cannot write --output={self._output_path} ({written} of {len(self._lines)} answers "
                                   f"are written): {e.strerror}") from None
                 written += 1
         if self._output is not sys.stdout:

@@ -94,7 +94,7 @@ def _decode(model, params, mesh, batch, read):
 def _prefill(model, params, mesh, tokens):
     """A function that gives tokens/s of one prompt, its first token included."""
     engine = PrefillEngine(model, params, mesh, _form(model), cache_length=CACHE, buckets=(tokens,), top=0)
-    return lambda: tokens / _seconds(lambda: engine.run([1] * tokens, 0, 0, True, GREEDY, 0, 0))
+    return lambda: tokens / _seconds(lambda: engine.run_prompts([[1] * tokens], [GREEDY], tokens, 1, 0, 0))
 
 
 def _form(model):

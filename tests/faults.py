@@ -142,7 +142,7 @@ def cancel_at_arrival(request, count):
     def patched(self, process, number, error, token):
         chunk = self._stages._chunks.get(number)
         on_arrived(self, process, number, error, token)
-        if chunk is not None and chunk.request == request:
+        if chunk is not None and request in chunk.requests:
             arrivals.append(number)
             if len(arrivals) == count:
                 handler = self._handlers[request]

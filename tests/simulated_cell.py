@@ -13,10 +13,10 @@ from disagg.scheduler import Request, Scheduler
 READS = (3, 8, 1000)  # how much of the cache a call may read
 
 
-def request(number, length=5, max_tokens=4, stop_at=None):
+def request(number, length=5, max_tokens=4, stop_at=None, priority=0, timeout=None):
     """stop_at: index of the token that is the request's stop id."""
     stops = () if stop_at is None else (1000 * number + stop_at,)
-    return Request(number, tuple(range(length)), max_tokens, stops, (number, 0.0, 0, 1.0))
+    return Request(number, tuple(range(length)), max_tokens, stops, (number, 0.0, 0, 1.0), priority, timeout)
 
 
 def expected(r):
@@ -32,12 +32,14 @@ def expected(r):
 class Chunk:
     p: int
     d: int | None
-    request: int
+    requests: list                                         # of its prompts, in order
+    lengths: list                                          # their tokens in it
+    positions: int                                         # with padding
     start: int
-    length: int
     last: bool
     arrived: set = dataclasses.field(default_factory=set)  # processes whose report the scheduler has
-    gone: str = ""                                         # written or discarded
+    written: set = dataclasses.field(default_factory=set)  # of the requests
+    gone: bool = False                                     # discarded
 
 
 @dataclasses.dataclass
@@ -50,19 +52,20 @@ class Slot:
 
 class Cell:
     def __init__(self, *, prefill=(1,), decode=(1,), slots=2, chunk=4, steps=2, prefill_ahead=2, decode_ahead=2,
-                 pair_bytes=1000, total_bytes=1000, interleaved=False, choose=lambda options: options[0]):
+                 batch=2, pair_bytes=1000, total_bytes=1000, max_queue=100, interleaved=False, choose=lambda options: options[0]):
         """prefill, decode: processes of each engine. A position is 10 bytes. choose: what happens where anything may, of a
         list of options."""
         ids = iter(range(100))
         self.decode = [[next(ids) for _ in range(n)] for n in decode]
         self.prefill = self.decode if interleaved else [[next(ids) for _ in range(n)] for n in prefill]
         self.interleaved, self.buckets, self.steps, self.choose = interleaved, (chunk // 2, chunk), steps, choose
+        self.batch = batch
         self.ahead = {"prefill": prefill_ahead, "decode": decode_ahead}
         self.chunk_bytes = {b: 10 * b for b in self.buckets}
         self.limits = {"pair": pair_bytes, "total": total_bytes}
         self.scheduler = Scheduler(prefill=self.prefill, decode=self.decode, interleaved=interleaved, slots=slots,
-                                   buckets=self.buckets, reads=READS, steps=steps, prefill_ahead=prefill_ahead, decode_ahead=decode_ahead,
-                                   chunk_bytes=self.chunk_bytes, pair_bytes=pair_bytes, total_bytes=total_bytes)
+                                   buckets=self.buckets, reads=READS, steps=steps, prefill_ahead=prefill_ahead, decode_ahead=decode_ahead, batch=batch,
+                                   chunk_bytes=self.chunk_bytes, pair_bytes=pair_bytes, total_bytes=total_bytes, max_queue=max_queue)
         self.dead, self.dropped = set(), set()
         self.requests, self.tokens, self.ended = {}, {}, {}   # by request id; ended: how
         self.started, self.sent_to = [], {}
@@ -76,11 +79,15 @@ class Cell:
 
     # What a front end does.
 
-    def submit(self, *requests):
+    def submit(self, *requests, now=0.0):
         for r in requests:
             self.requests[r.id], self.tokens[r.id] = r, []
-            self.scheduler.submit(r)
+            self.scheduler.submit(r, now)
             self._take_events()
+
+    def expire(self, now):
+        self.scheduler.expire(now)
+        self._take_events()
 
     def cancel(self, number):
         self.scheduler.cancel(number)
@@ -91,13 +98,11 @@ class Cell:
 
     def plan(self):
         """One plan, carried out; -> its operations."""
-        before = list(self.started)
         ops = self.scheduler.plan()
         for name, *args in ops:
             getattr(self, f"op_{name}")(*args)
         self.ops += ops
         self._take_events()
-        assert not before or min(self.started[len(before):], default=1000) > max(before), "not first come, first served"
         self._check_bounds()
         if not ops:
             self._check_no_engine_is_idle()
@@ -117,20 +122,21 @@ class Cell:
             process, number, error, _ = args
             if not error:
                 self.chunks[number].arrived.add(process)
-        elif name in ("computed", "first"):
-            self.unreported["prefill", self.chunks[args[0]].p] -= 1
-            self.scheduler.computed(args[0])
-            args = args[1:]
         elif name == "tokens":
             self.unreported["decode", args[0]] -= 1
-        if name != "computed":
+        if name in ("computed", "first"):
+            self.unreported["prefill", self.chunks[args[0]].p] -= 1
+            self.scheduler.computed(args[0])
+            for first in args[1] if name == "first" else ():
+                self.scheduler.first(*first)
+        else:
             getattr(self.scheduler, name)(*args)
         self._take_events()
 
     def fail(self, key, error):
         """Deliver an arrival as failed."""
-        n, name, process, number, _, token = self.reports[key].popleft()
-        self.reports[key].appendleft((n, name, process, number, error, token))
+        n, name, process, number, _, tokens = self.reports[key].popleft()
+        self.reports[key].appendleft((n, name, process, number, error, tokens))
         self.deliver(key)
 
     def corrupt(self, key, why):
@@ -179,50 +185,76 @@ class Cell:
 
     # Operations.
 
-    def op_prefill(self, p, number, request_id, tokens, start, read, last, sampler):
+    def op_prefill(self, p, number, bucket, count, prompts):
+        requests = [request_id for request_id, *_ in prompts]
+        assert 1 <= len(prompts) <= count <= self.batch and bucket * count in self.buckets
+        assert not any(n * bucket in self.buckets for n in range(len(prompts), count)), "more padding than needed"
+        assert bucket == self._bucket(max(len(tokens) for _, tokens, _ in prompts))
+        for request_id, tokens, sampler in prompts:
+            r = self.requests[request_id]
+            assert tuple(tokens) == r.tokens and sampler == r.sampler
+            passed = self._waiting()[:self._waiting().index(request_id)]
+            assert all(len(self.requests[i].tokens) > self.buckets[-1] for i in passed), "not first come, first served"
+            assert not passed or not self._idle(), "a long prompt could have begun"
+            self.started.append(request_id)
+        self._compute(p, number, requests, [len(tokens) for _, tokens, _ in prompts], bucket * count, 0, True)
+
+    def op_chunk(self, p, number, request_id, tokens, start, read, last, sampler):
         r = self.requests[request_id]
-        assert ("prefill", p) not in self.dropped and number not in self.chunks and request_id not in self.ended
+        assert len(r.tokens) > self.buckets[-1], "a short prompt needs no cache"
         if start == 0:
+            assert request_id == self._waiting()[0], "not first come, first served"
+            assert p not in self._begun(), "the working cache holds another prompt"
             self.started.append(request_id)
         else:
             assert self.at[p] == (request_id, start), "the working cache holds another prompt"
         self.at[p] = request_id, start + len(tokens)
         assert tuple(tokens) == r.tokens[start:start + len(tokens)] and sampler == r.sampler
-        assert read == min(n for n in (0, *READS) if n >= start), "not the least that holds what is in the cache"
+        assert read == min(n for n in READS if n >= start), "not the least that holds what is in the cache"
         assert last == (start + len(tokens) == len(r.tokens)) and (last or len(tokens) == self.buckets[-1])
-        self.chunks[number] = Chunk(p, p if self.interleaved else None, request_id, start, len(tokens), last)
+        self._compute(p, number, [request_id], [len(tokens)], self._bucket(len(tokens)), start, last)
+
+    def _compute(self, p, number, requests, lengths, positions, start, last):
+        assert ("prefill", p) not in self.dropped and number not in self.chunks and not self.ended.keys() & set(requests)
+        self.chunks[number] = Chunk(p, p if self.interleaved else None, requests, lengths, positions, start, last)
         if self.interleaved:
-            self.sent_to[request_id] = p
+            self.sent_to |= dict.fromkeys(requests, p)
         self.unreported["prefill", p] += 1
         if not self.dead.intersection(self.prefill[p]):
-            what = ("first", number, request_id, 1000 * request_id, []) if last else ("computed", number)
+            what = ("first", number, [[i, 1000 * i, []] for i in requests]) if last else ("computed", number)
             self._report(("results", self.prefill[p][0]), *what)
 
     def op_transfer(self, number, p, d, bucket, request_id):
         chunk = self.chunks[number]
-        assert not self.interleaved and chunk.d is None and (chunk.p, chunk.request) == (p, request_id)
+        assert not self.interleaved and chunk.d is None and (chunk.p, chunk.requests[0]) == (p, request_id)
         assert ("prefill", p) not in self.dropped and ("decode", d) not in self.dropped
-        assert bucket == min(b for b in self.buckets if b >= chunk.length)
-        assert self.sent_to.setdefault(request_id, d) == d, "one request's chunks go to two engines"
+        assert bucket == chunk.positions
+        for i in chunk.requests:
+            assert self.sent_to.setdefault(i, d) == d, "one request's chunks go to two engines"
         chunk.d = d
         for process in self.decode[d]:
             if process not in self.dead:
                 self._arrival(process, number)
 
-    def op_write(self, d, number, slot_number, start, activation):
+    def op_write(self, d, number, index, length, slot_number, start, activation):
         chunk, slot = self.chunks[number], self.slots[d][slot_number]
-        r = self.requests[chunk.request]
-        assert ("decode", d) not in self.dropped and chunk.d == d and not chunk.gone and chunk.request not in self.ended
+        request_id = chunk.requests[index]
+        r = self.requests[request_id]
+        assert ("decode", d) not in self.dropped and chunk.d == d and not chunk.gone and request_id not in self.ended
+        if length is None:
+            assert len(chunk.requests) == 1 and chunk.positions == self._bucket(chunk.lengths[0])
+        else:
+            assert length >= max(chunk.lengths) and length * len(chunk.requests) <= chunk.positions and chunk.positions % length == 0
         if not self.interleaved:
             assert chunk.arrived == set(self.decode[d]), "written before all processes have it"
         assert slot.left == 0, "the slot is being decoded"
-        if slot.request != chunk.request:
+        if slot.request != request_id:
             assert slot.request is None or slot.request in self.ended, "the slot is another request's"
-            assert not any(s.request == chunk.request for s in self.slots[d]), "the request has two slots"
-            slot.request, slot.filled = chunk.request, 0
+            assert not any(s.request == request_id for s in self.slots[d]), "the request has two slots"
+            slot.request, slot.filled = request_id, 0
         assert chunk.start == start == slot.filled, "a hole in the prompt"
-        slot.filled += chunk.length
-        chunk.gone = "written"
+        slot.filled += chunk.lengths[index]
+        chunk.written.add(request_id)
         assert (activation is not None) == chunk.last
         if activation:
             assert activation == [len(r.tokens), r.max_tokens - 1, list(r.stop_ids), r.sampler]
@@ -257,8 +289,8 @@ class Cell:
 
     def op_discard(self, number):
         chunk = self.chunks[number]
-        assert not chunk.gone and chunk.request in self.ended
-        chunk.gone = "discarded"
+        assert not chunk.gone and all(i in chunk.written or i in self.ended for i in chunk.requests)
+        chunk.gone = True
         assert (self.interleaved or chunk.arrived == set(self.decode[chunk.d])
                 or {("prefill", chunk.p), ("decode", chunk.d)} & self.dropped), "forgotten while it is on its way"
         for process in self.decode[chunk.d]:
@@ -276,8 +308,8 @@ class Cell:
         outcomes = ["ok", "error", None] if self.dead.intersection(self.prefill[chunk.p]) else ["ok"]
         outcome = self.choose(outcomes)
         if outcome:
-            token = 1000 * chunk.request if chunk.last else -1
-            self._report(("arrived", process, number), "arrived", process, number, outcome if outcome == "error" else None, token)
+            tokens = [1000 * i if chunk.last else -1 for i in chunk.requests]
+            self._report(("arrived", process, number), "arrived", process, number, outcome if outcome == "error" else None, tokens)
 
     def _report(self, key, *report):
         self.reports.setdefault(key, collections.deque()).append((next(self.made), *report))
@@ -296,12 +328,29 @@ class Cell:
                 assert self.tokens[number] == whole and details == [why]
                 self.ended[number] = why
             else:
-                self.ended[number] = f"error: {details[0]}"
+                self.ended[number] = f"{kind}: {details[0]}"
+
+    def _waiting(self):
+        """Requests in the queue, in the order in which they are to begin."""
+        return sorted((i for i in self.requests if i not in self.started and i not in self.ended),
+                      key=lambda i: self.requests[i].priority)
+
+    def _begun(self):
+        """prefill engine -> the long request that it has begun and not yet planned to the end."""
+        return {p: i for p, (i, position) in self.at.items() if i not in self.ended and position < len(self.requests[i].tokens)}
+
+    def _able(self):
+        """Prefill engines that may have another chunk on its way."""
+        return [p for p in self._alive("prefill", self.prefill) if self._in_flight(p) < self.ahead["prefill"]]
+
+    def _idle(self):
+        """Those of them that may begin a long prompt."""
+        return [p for p in self._able() if p not in self._begun()]
 
     def _in_flight(self, p):
         """Chunks that prefill engine p has computed (interleaved) or sent, not for nothing, that have not been reported."""
         return self.unreported["prefill", p] if self.interleaved else sum(
-            c.p == p and c.request not in self.ended for c in self._moving())
+            c.p == p and not self.ended.keys() >= set(c.requests) for c in self._moving())
 
     def _moving(self):
         """Chunks of which a living engine may still report the arrival."""
@@ -309,10 +358,10 @@ class Cell:
 
     def _bytes(self, p=None, d=None):
         """On their way: from p to d, or all."""
-        return sum(self._size(c.length) for c in self._moving() if p is None or (c.p, c.d) == (p, d))
+        return sum(self.chunk_bytes[c.positions] for c in self._moving() if p is None or (c.p, c.d) == (p, d))
 
-    def _size(self, length):
-        return self.chunk_bytes[min(b for b in self.buckets if b >= length)]
+    def _bucket(self, length):
+        return min(b for b in self.buckets if b >= length)
 
     def _alive(self, role, engines):
         return [i for i in range(len(engines)) if (role, i) not in self.dropped]
@@ -326,22 +375,24 @@ class Cell:
         assert self._bytes() <= self.limits["total"]
 
     def _check_no_engine_is_idle(self):
-        """No request waits while a prefill engine could begin it and a slot is free."""
-        waiting = [i for i in self.requests if i not in self.started and i not in self.ended]
+        """What is owed adds up; no request waits while a prefill engine could go on with it and, if it begins, a slot is free."""
         running = [i for i in self.started if i not in self.ended]
+        for role, engines in (("prefill", self.scheduler._prefill), ("decode", self.scheduler._decode)):
+            if not running and not any(self.unreported.values()):
+                assert not any(engine.owed for i, engine in enumerate(engines) if (role, i) not in self.dropped)
         held = collections.Counter(self.sent_to[i] for i in running)
-        may = [p for p in self._alive("prefill", self.prefill) if self._in_flight(p) < self.ahead["prefill"]]
-        begun = {p: i for p, (i, position) in self.at.items() if i in running and position < len(self.requests[i].tokens)}
-        able = [p for p in may if p not in begun]
+        able, begun, idle = self._able(), self._begun(), self._idle()
         free = [d for d in self._alive("decode", self.decode) if held[d] < len(self.slots[d])]
-        if self.interleaved:
-            able = free = set(able) & set(free)
-            assert not (waiting and able), f"requests {waiting} wait, engines {able} are idle"
-            return
-        for i, ways, position in [*((i, [(p, self.sent_to[i])], self.at[p][1]) for p, i in sorted(begun.items(), key=lambda b: b[1])
-                                    if p in may), *((i, itertools.product(able, free), 0) for i in waiting[:1])]:
-            size = self._size(min(len(self.requests[i].tokens) - position, self.buckets[-1]))
-            if self._bytes() + size > self.limits["total"]:
-                break  # nor may a younger one
-            idle = [(p, d) for p, d in ways if self._bytes(p, d) + size <= self.limits["pair"]]
-            assert not idle, f"request {i} waits at position {position}, {idle} are idle"
+        next_ones = [(i, [(p, self.sent_to[i])], self.at[p][1]) for p, i in begun.items() if p in able]
+        for i in self._waiting():
+            if engines := able if len(self.requests[i].tokens) <= self.buckets[-1] else idle:
+                ways = [(p, d) for p in engines for d in free if p == d or not self.interleaved]
+                next_ones.append((i, ways, 0))
+                break
+        sizes = [0 if self.interleaved else self.chunk_bytes[self._bucket(min(len(self.requests[i].tokens) - position, self.buckets[-1]))]
+                 for i, _, position in next_ones]
+        if any(ways and self._bytes() + size > self.limits["total"] for (_, ways, _), size in zip(next_ones, sizes)):
+            return  # it waits for room, and no younger one takes what there is
+        for (i, ways, position), size in zip(next_ones, sizes):
+            idle_ways = [(p, d) for p, d in ways if self._bytes(p, d) + size <= self.limits["pair"]]
+            assert not idle_ways, f"request {i} waits at position {position}, {idle_ways} are idle"

@@ -80,7 +80,7 @@ def compiled(name):
             layout = chunk.shardings(mesh(), form.shape(CHUNK))
             kv = {name: jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=layout[name]), pieces)
                   for name, pieces in chunk.kv(form.shape(CHUNK)).items()}
-            lowered = programs.write.lower(state, kv, number, number)
+            lowered = programs.write.lower(state, kv, number, number, number, length=None)
         else:
             lowered = programs.steps.lower(params(), state, read=LENGTH)
     result = lowered.compile()

@@ -84,7 +84,7 @@ def test_batch_is_equal_in_both_modes(batch):
     bytes_, chunks, total, padding, rest = re.search(
         r"([\d,]+) bytes moved in (\d+) chunks: ([\d.]+) x the prompts' own rows of the cache, of which padding to buckets is ([\d.]+) x "
         r"and all else ([\d.]+) x", err).groups()
-    assert int(chunks) >= 3 and int(bytes_.replace(",", "")) > 1000
+    assert int(chunks) >= 2 and int(bytes_.replace(",", "")) > 1000
     assert float(rest) < 1.02 and abs(float(total) - float(padding) * float(rest)) < 0.002
 
 

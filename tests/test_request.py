@@ -4,6 +4,7 @@ import io
 import json
 import re
 import sys
+import threading
 
 import pytest
 
@@ -326,6 +327,8 @@ def test_ids_beyond_the_limits(tokenizer, fields, message):
 class Echo:
     """Stands in for the leader: answers each request with the events that `answer` gives, at once."""
 
+    max_queue = 2
+
     def __init__(self, answer=lambda r: [("tokens", [5], [[]]), ("finish", "length")]):
         self._answer, self._ids, self.cancelled = answer, iter(range(1000)), []
 
@@ -422,6 +425,45 @@ def test_an_empty_answer(tokenizer, tmp_path):
 def test_no_requests(tokenizer, tmp_path):
     """An empty input gives an empty output."""
     assert run_batch(tokenizer, tmp_path, b"") == []
+
+
+def test_more_lines_than_the_queue_holds(tokenizer, tmp_path):
+    """No more are asked at once than may wait, so that none is refused, whatever the order of the answers."""
+    class Later(Echo):
+        max_queue, open = 3, []
+
+        def submit(self, r, handler):
+            self.open.append(handler)
+            assert len(self.open) <= self.max_queue
+            threading.Timer(0.01, lambda: self.open.pop()("finish", "length")).start()  # the latest first
+    answers = run_batch(tokenizer, tmp_path, b'{"prompt": "the"}\n' * 20, Later())
+    assert [a["finish_reason"] for a in answers] == ["length"] * 20
+
+
+def test_a_failure_between_the_lines_ends_the_batch(tokenizer, tmp_path):
+    """Whoever waits for the answers hears of it."""
+    class Failing(Echo):
+        def submit(self, r, handler):
+            raise ZeroDivisionError("of its own")
+    with pytest.raises(ZeroDivisionError, match="of its own"):
+        run_batch(tokenizer, tmp_path, b'{"prompt": "the"}', Failing())
+
+
+def test_a_refused_request_is_an_error_line(tokenizer, tmp_path):
+    answers = run_batch(tokenizer, tmp_path, b'{"prompt": "the"}', Echo(lambda r: [("refused", "the queue is full")]))
+    assert answers == [{"index": 0, "error": {"message": "the queue is full", "type": "server_error"}}]
+
+
+@pytest.mark.parametrize("fields", [{"priority": 1.5}, {"priority": 2**31}, {"timeout": 0}, {"timeout": -1}, {"timeout": "soon"}])
+def test_priority_and_timeout_that_cannot_be(fields):
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        request.parse({"prompt": "the"} | fields)
+
+
+def test_priority_and_timeout(tokenizer):
+    asked = request.parse({"prompt": "the", "priority": -3, "timeout": 2.5})
+    prepared = request.prepare(asked, 1, tokenizer, cache_length=CACHE, vocab_size=VOCAB, default_seed=0)
+    assert (prepared.priority, prepared.timeout) == (-3, 2.5)
 
 
 def test_standard_output_is_utf8_in_any_locale(tokenizer, tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Which request goes where and when; `simulated_cell` checks each operation, the tests what comes of them."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -13,8 +15,14 @@ def names(ops):
 
 
 def prefills(cell):
-    """(engine, request) of every chunk computed."""
-    return [(op[1], op[3]) for op in cell.ops if op[0] == "prefill"]
+    """(engine, request) of everything computed: the prompts of a chunk, or the part of one."""
+    return [(op[1], i) for op in cell.ops if op[0] in ("prefill", "chunk")
+            for i in ([i for i, *_ in op[5]] if op[0] == "prefill" else [op[3]])]
+
+
+def computed(cell):
+    """How many chunks."""
+    return sum(op[0] in ("prefill", "chunk") for op in cell.ops)
 
 
 @MODES
@@ -23,7 +31,7 @@ def test_one_request(interleaved):
     cell = Cell(interleaved=interleaved)
     cell.submit(request(0, length=9, max_tokens=6))
     cell.finish()
-    assert [op[5] for op in cell.ops if op[0] == "prefill"] == [0, 4, 8]
+    assert [op[5] for op in cell.ops if op[0] == "chunk"] == [0, 4, 8]
     assert names(cell.ops).count("write") == 3 and cell.ended == {0: "length"}
 
 
@@ -94,8 +102,8 @@ def test_a_chunk_is_written_only_when_all_processes_have_it():
         assert "write" not in names(cell.plan())
     cell.deliver(arrivals[0])
     ops = cell.plan()
-    assert [op[4] for op in ops if op[0] == "write"] == [0, 4, 8]
-    assert [op[5] is not None for op in ops if op[0] == "write"] == [False, False, True]
+    assert [op[6] for op in ops if op[0] == "write"] == [0, 4, 8]
+    assert [op[7] is not None for op in ops if op[0] == "write"] == [False, False, True]
 
 
 def test_transfers_in_flight_are_bounded():
@@ -103,12 +111,12 @@ def test_transfers_in_flight_are_bounded():
     cell = Cell(prefill_ahead=2)
     cell.submit(request(0, length=20))
     cell.run("results")
-    assert names(cell.ops).count("prefill") == 2
+    assert computed(cell) == 2
 
 
 def moving(cell):
-    """Transfers planned that have neither arrived nor been given up."""
-    return sum((op[0] == "transfer") - (op[0] == "discard") for op in cell.ops) - sum(c.gone == "written" for c in cell.chunks.values())
+    """Transfers planned whose chunks are neither written nor given up."""
+    return sum((op[0] == "transfer") - (op[0] == "discard") for op in cell.ops)
 
 
 @pytest.mark.parametrize("limit", ["pair_bytes", "total_bytes"])
@@ -142,7 +150,7 @@ def test_no_younger_request_takes_the_room_of_an_older_one():
     cell.run("results")
     cell.submit(request(1, length=2))
     cell.run("results")
-    assert [op[3] for op in cell.ops if op[0] == "prefill"] == [0, 0]
+    assert prefills(cell) == [(0, 0), (0, 0)]
     cell.finish()
     assert cell.ended == {0: "length", 1: "length"}
 
@@ -154,12 +162,12 @@ def test_a_cancelled_request_is_charged_until_its_chunks_have_arrived():
     cell.run("results")
     cell.cancel(0)
     cell.run("results")
-    assert [op[3] for op in cell.ops if op[0] == "prefill"] == [0, 0] and "discard" not in names(cell.ops)
+    assert prefills(cell) == [(0, 0), (0, 0)] and "discard" not in names(cell.ops)
     cell.deliver(("arrived", cell.decode[0][0], 1))  # in any order
     assert cell.plan()[0] == ["discard", 1]
-    assert [op[3] for op in cell.ops if op[0] == "prefill"] == [0, 0, 1]
+    assert prefills(cell) == [(0, 0), (0, 0), (0, 1)]
     cell.finish()
-    assert sorted(op[1] for op in cell.ops if op[0] == "discard") == [0, 1]
+    assert sorted(op[1] for op in cell.ops if op[0] == "discard") == [0, 1, 2]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -195,10 +203,10 @@ def test_interleaved_prefill_is_bounded_by_what_is_computed():
     cell = Cell(interleaved=True, prefill_ahead=2)
     cell.submit(request(0, length=20))
     cell.run("none")
-    assert names(cell.ops).count("prefill") == 2
+    assert computed(cell) == 2
     cell.deliver(cell.waiting_reports("results")[0])
     cell.run("none")
-    assert names(cell.ops).count("prefill") == 3
+    assert computed(cell) == 3
 
 
 def test_decode_calls_are_bounded():
@@ -237,20 +245,150 @@ def test_a_freed_slot_is_used_again_at_once():
     cell = Cell(slots=2)
     cell.submit(request(0, max_tokens=60), request(1, max_tokens=2), request(2, max_tokens=2), request(3, max_tokens=2))
     cell.finish()
-    slots = {cell.chunks[op[2]].request: op[3] for op in cell.ops if op[0] == "write"}
+    slots = {cell.chunks[op[2]].requests[op[3]]: op[5] for op in cell.ops if op[0] == "write"}
     assert slots[1] == slots[2] == slots[3] != slots[0]
+
+
+@MODES
+def test_short_prompts_come_in_between_the_chunks_of_a_long_one(interleaved):
+    """In turns, while there are any; also past another long prompt, which no engine can begin yet."""
+    cell = Cell(interleaved=interleaved, slots=8, prefill_ahead=1, batch=1)
+    cell.submit(request(0, length=12), request(1, length=9), request(2, length=3), request(3, length=3), request(4, length=4))
+    cell.finish()
+    assert [i for _, i in prefills(cell)] == [0, 2, 0, 3, 0, 1, 4, 1, 1] or [i for _, i in prefills(cell)] == [0, 2, 0, 3, 0, 4, 1, 1, 1]
+
+
+@MODES
+def test_a_long_prompt_is_not_passed_where_it_could_begin(interleaved):
+    """Short ones that came later do not take the slot that it would get."""
+    cell = Cell(interleaved=interleaved, slots=1)
+    cell.submit(request(0, length=2), request(1, length=9), request(2, length=2), request(3, length=2))
+    cell.finish()
+    assert cell.started == [0, 1, 2, 3]
+
+
+@MODES
+def test_short_prompts_are_computed_together(interleaved):
+    """As many as the buckets and free slots allow, with the padding of the longest; each goes to its own slot."""
+    cell = Cell(interleaved=interleaved, chunk=16, batch=4, slots=8)
+    cell.buckets = cell.scheduler._buckets
+    cell.submit(request(0, length=7), request(1, length=8), request(2, length=3), request(3, length=16), request(4, length=2))
+    cell.finish()
+    assert [(op[3], op[4], [i for i, *_ in op[5]]) for op in cell.ops if op[0] == "prefill"] == [
+        (8, 2, [0, 1]), (8, 1, [2]), (16, 1, [3]), (8, 1, [4])]
+    assert [op[3:5] for op in cell.ops if op[0] == "write" and op[2] == 0] == [[0, 8], [1, 8]]
+
+
+def test_free_engines_share_short_prompts():
+    """Each gets its part at once instead of one all of them."""
+    cell = Cell(prefill=(1, 1), slots=8)
+    cell.submit(*[request(i, length=2) for i in range(2)])
+    cell.run("none")
+    assert prefills(cell) == [(0, 0), (1, 1)]
+    cell = Cell(prefill=(1, 1), slots=8)
+    cell.submit(*[request(i, length=2) for i in range(4)])
+    cell.run("none")
+    assert prefills(cell) == [(0, 0), (0, 1), (1, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("how", ["cancel", "corrupt"])
+def test_prompts_that_were_computed_together(how):
+    """One is cancelled on the way: the other goes on. Wrong values end both."""
+    cell = Cell(slots=2, decode=(2,))
+    cell.submit(request(0, length=2), request(1, length=2), request(2, length=2))
+    cell.run("results")
+    assert prefills(cell) == [(0, 0), (0, 1)]
+    if how == "cancel":
+        cell.cancel(0)
+        cell.finish()
+        assert cell.ended == {0: "cancelled", 1: "length", 2: "length"}
+    else:
+        cell.corrupt(("arrived", cell.decode[0][0], 0), "wrong sum")
+        cell.finish()
+        assert cell.ended == {0: "error: wrong sum", 1: "error: wrong sum", 2: "length"}
+    assert moving(cell) == 0
+
+
+@MODES
+def test_priorities(interleaved):
+    """Those of a lower number begin first, in order among equals; what has begun goes on."""
+    cell = Cell(interleaved=interleaved, slots=1, prefill_ahead=1)
+    cell.submit(request(0), request(1), request(2, priority=5))
+    cell.plan()
+    cell.submit(request(3, priority=-1), request(4, priority=-1), request(5), request(6, priority=5))
+    cell.finish()
+    assert cell.started == [0, 3, 4, 1, 5, 2, 6]
+
+
+def test_the_queue_is_bounded():
+    """One too many is refused at once, with the numbers; those that wait are served, and there is room again afterwards."""
+    cell = Cell(slots=1, max_queue=2)
+    cell.submit(request(0))
+    cell.plan()
+    cell.submit(request(1), request(2), request(3))
+    assert cell.ended == {3: "refused: the queue is full: 2 requests wait, config.max_queue is 2"}
+    cell.cancel(1)
+    cell.submit(request(4))
+    cell.finish()
+    assert [cell.ended[i] for i in (0, 2, 4)] == ["length"] * 3
+
+
+def test_the_decode_engine_with_fewer_tokens_to_make():
+    """Of two with as many free slots; what is made or cancelled is owed no more."""
+    cell = Cell(decode=(1, 1), slots=4, prefill_ahead=8)
+    cell.submit(request(0, max_tokens=90), request(1, max_tokens=3), request(2), request(3))
+    cell.run("none")
+    assert [cell.sent_to[i] for i in range(4)] == [0, 1, 1, 0]
+    for i in range(4):
+        cell.cancel(i)
+    cell.finish()
+    assert [e.owed for e in cell.scheduler._decode] == [0, 0]
+
+
+def test_the_prefill_engine_with_fewer_tokens_to_compute():
+    """A prompt of one chunk is on each of two engines, one of them four times as long."""
+    cell = Cell(prefill=(1, 1), slots=8, chunk=8, prefill_ahead=4)
+    cell.submit(request(0, length=8), request(1, length=2), request(2, length=2), request(3, length=2), request(4, length=2))
+    cell.run("none")
+    assert [p for p, _ in prefills(cell)] == [0, 1, 1, 1, 1]
+
+
+STAGED = {"queued": "waiting in the queue", "prefilling": "being prefilled, 8 of its 9 prompt tokens so far",
+          "in transfer": "being prefilled or moved", "decoding": "being decoded, 0 of up to 40 tokens so far"}
+
+
+@pytest.mark.parametrize("where", STAGED)
+def test_timeout(where):
+    """In every stage the request ends with an error that says where it was; the others go on, and nothing is left of it."""
+    cell = stage(where, slots=1, timeout=5.0)
+    assert cell.scheduler.next_timeout == 5.0
+    cell.expire(4.9)
+    assert not cell.ended
+    cell.expire(5.0)
+    assert cell.ended == {0: f"error: the request was not done within its timeout of 5 s: it was {STAGED[where]}"}
+    assert cell.scheduler.next_timeout is None
+    cell.finish()
+    assert [cell.ended[i] for i in (1, 2, 3)] == ["length"] * 3
+
+
+def test_done_before_its_timeout():
+    cell = Cell()
+    cell.submit(request(0, timeout=5.0), now=10.0)
+    cell.finish()
+    cell.expire(100.0)
+    assert cell.ended == {0: "length"}
 
 
 # Cancelling.
 
 
-def stage(name, **options):
+def stage(name, timeout=None, **options):
     """A cell whose request 0 (three chunks, 40 tokens) is in a stage, with requests 1 to 3 behind it."""
     cell = Cell(prefill_ahead=2, **options)
     if name == "queued":
-        cell.submit(request(0, length=9, max_tokens=40), *[request(i) for i in (1, 2, 3)])
+        cell.submit(request(0, length=9, max_tokens=40, timeout=timeout), *[request(i) for i in (1, 2, 3)])
         return cell
-    cell.submit(request(0, length=9, max_tokens=40))
+    cell.submit(request(0, length=9, max_tokens=40, timeout=timeout))
     if name == "prefilling":
         cell.plan()
     elif name == "in transfer":
@@ -308,7 +446,8 @@ def test_dead_work_does_not_delay():
     for i in range(10):
         cell.cancel(i)
     cell.submit(request(10, length=2))
-    assert ("prefill", 10) in [(op[0], op[3]) for op in cell.plan() if op[0] == "prefill"]
+    cell.plan()
+    assert prefills(cell)[-1] == (0, 10)
     cell.finish()
     assert cell.ended[10] == "length"
 
@@ -398,21 +537,26 @@ def cells(draw):
     choose = lambda options: draw(st.sampled_from(list(options)))
     sizes = st.lists(st.integers(1, 2), min_size=1, max_size=3)
     return Cell(prefill=draw(sizes), decode=draw(sizes), slots=draw(st.integers(1, 3)), steps=draw(st.integers(1, 3)),
-                prefill_ahead=draw(st.integers(1, 3)), decode_ahead=draw(st.integers(1, 3)), interleaved=draw(st.booleans()),
+                prefill_ahead=draw(st.integers(1, 3)), decode_ahead=draw(st.integers(1, 3)), batch=draw(st.integers(1, 2)), interleaved=draw(st.booleans()),
                 pair_bytes=draw(st.integers(40, 100)), total_bytes=draw(st.integers(40, 200)),
                 choose=choose)
 
 
-REQUESTS = st.lists(st.tuples(st.integers(1, 13), st.integers(1, 7), st.none() | st.integers(0, 6)), min_size=1, max_size=8)
+REQUESTS = st.lists(st.tuples(st.integers(1, 13), st.integers(1, 7), st.none() | st.integers(0, 6), st.integers(0, 1),
+                              st.none() | st.integers(0, 30)), min_size=1, max_size=8)
 
 
 def play(data, cell, requests, actions):
     """Requests come, reports are delivered, requests are cancelled and processes die, in any order; then it runs out."""
     coming = [request(i, *r) for i, r in enumerate(requests)]
-    while coming:
+    for now in itertools.count():
+        if not coming:
+            break
         action = data.draw(st.sampled_from(actions))
         if action == "submit":
-            cell.submit(coming.pop(0))
+            cell.submit(coming.pop(0), now=now)
+        elif action == "expire":
+            cell.expire(now)
         elif action == "plan":
             cell.plan()
         elif action == "report" and cell.reports:
@@ -432,8 +576,8 @@ def play(data, cell, requests, actions):
 @given(st.data(), cells(), REQUESTS)
 def test_any_order(data, cell, requests):
     """Without deaths every request that is not cancelled gets its whole answer, and afterwards every slot can be used."""
-    play(data, cell, requests, ["submit", "plan", "plan", "report", "report", "report", "cancel"])
-    assert set(cell.ended.values()) <= {"stop", "length", "cancelled"}
+    play(data, cell, requests, ["submit", "plan", "plan", "report", "report", "report", "cancel", "expire"])
+    assert all(end in ("stop", "length", "cancelled") or "timeout" in end for end in cell.ended.values())
     slots = [slot for engine in cell.slots for slot in engine]
     cell.submit(*[request(100 + i, length=9, max_tokens=500) for i in range(len(slots))])
     while not all(slot.left for slot in slots):
@@ -448,6 +592,6 @@ def test_any_order(data, cell, requests):
 @given(st.data(), cells(), REQUESTS)
 def test_any_order_with_deaths(data, cell, requests):
     """Every request ends exactly once, those that can be served with their answer."""
-    play(data, cell, requests, ["submit", "plan", "plan", "report", "report", "report", "cancel", "corrupt", "kill"])
+    play(data, cell, requests, ["submit", "plan", "plan", "report", "report", "report", "cancel", "expire", "corrupt", "kill"])
     if not cell.dead:
-        assert not any(e.startswith("error") and e != "error: wrong sum" for e in cell.ended.values())
+        assert not any(e.startswith("error") and e != "error: wrong sum" and "timeout" not in e for e in cell.ended.values())

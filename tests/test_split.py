@@ -45,8 +45,8 @@ def answers(kv_heads, groups, devices, scanned, cache=False):
             chunk, best = prefill.run(prompt[start:start + BUCKETS[-1]], start, start, last, GREEDY, 1, slot)
             decode.write(chunk, slot, start)
         decode.activate(chunk["ticket"], slot, PROMPT, CACHE - PROMPT, [], GREEDY)
-        tokens.append(int(best[0][0]))
-        scores.append(np.asarray(best[1]))
+        tokens.append(int(best[0][0, 0]))
+        scores.append(np.asarray(best[1][0]))
     for _ in range(2):
         made, _, values = decode.run(48)
         tokens += np.asarray(made)[:, slots].ravel().tolist()

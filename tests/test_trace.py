@@ -88,9 +88,10 @@ def test_a_traced_run(tmp_path):
     assert code == 0, err
     assert {"transfer_overlap", "transfer_time", "last_chunk_to_decode"} <= {line.split()[0].rstrip(":") for line in out.splitlines()}
     spans = trace.read(tmp_path / "new" / "spans")
-    numbers = {kind: [s["number"] for s in spans if s["kind"] == kind] for kind in ("prefill", "transfer", "check", "write")}
-    assert sorted(numbers["prefill"]) == list(range(2 * (2 + 4)))  # 200 tokens are four chunks
-    assert all(sorted(n) == sorted(numbers["prefill"]) for n in numbers.values())
+    numbers = {kind: sorted(s["number"] for s in spans if s["kind"] == kind) for kind in ("prefill", "transfer", "check", "write")}
+    assert numbers["prefill"] == numbers["transfer"] == numbers["check"] == list(range(len(numbers["prefill"])))
+    assert len(numbers["write"]) == 2 * (2 + 4) and set(numbers["write"]) == set(numbers["prefill"])  # 200 tokens are four chunks
+    assert sum(s["tokens"] for s in spans if s["kind"] == "prefill") == 2 * (2 * 16 + 200)
     of = lambda kind: {s["number"]: s for s in spans if s["kind"] == kind}
     for number, moved in of("transfer").items():
         assert of("prefill")[number]["ended"] <= moved["begun"] + 1e-3
