@@ -164,4 +164,4 @@ def slow_decode(seconds):
 def shift_kv(by):
     """Chunks are written `by` positions too late in the decode cache."""
     write = decode.DecodeEngine.write
-    return mock.patch.object(decode.DecodeEngine, "write", lambda self, chunk, slot, start: write(self, chunk, slot, start + by))
+    return mock.patch.object(decode.DecodeEngine, "write", lambda self, chunk, slot, start, *of: write(self, chunk, slot, start + by, *of))

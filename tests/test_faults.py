@@ -9,7 +9,7 @@ pytestmark = pytest.mark.e2e
 
 DEADLINE_S = 4
 START = {"control.deadline_s": float(DEADLINE_S), "control.heartbeat_s": 0.5, "debug.hash_chain": True, "top_logits": 2,
-         "decode.steps": 1, "decode.slots": 2, "reads": []}
+         "decode.steps": 1, "decode.slots": 2, "reads": [], "prefill.batch": 1}
 TWO_PREFILL = START | {"prefill.engines": 2, "decode.engines": 1}
 TWO_DECODE = START | {"prefill.engines": 1, "decode.engines": 2}
 
@@ -108,13 +108,14 @@ def test_another_order_of_transfers(tmp_path, solo, fault):
     check(tmp_path, solo, at_least=0, error="transfer")
 
 
-def test_corrupt_chunk(tmp_path, solo):
-    """A number that changes on the way ends its request, and no other one."""
-    codes, text = run(tmp_path, START, processes=2, faults=[["corrupt", 0, 5]])
+@pytest.mark.parametrize("batch,hit", [(1, [4]), (2, [8, 9])], ids=["of one request", "of two requests"])
+def test_corrupt_chunk(tmp_path, solo, batch, hit):
+    """A number that changes on the way ends the requests of its chunk, and no other one."""
+    codes, text = run(tmp_path, START | {"prefill.batch": batch}, processes=2, faults=[["corrupt", 0, 5]])
     assert codes == [0, 0], text
     answers = cluster.answers(tmp_path, "case")
-    assert "its checksum is" in answers[4]["error"]["message"]
-    assert [a["index"] for a in answers if "error" in a] == [4]
+    assert [a["index"] for a in answers if "error" in a] == hit
+    assert all("its checksum is" in answers[i]["error"]["message"] for i in hit)
     for answer in answers:
         if "error" not in answer:
             assert_same_tokens(solo[answer["index"]], answer)
