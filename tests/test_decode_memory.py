@@ -64,7 +64,7 @@ print(json.dumps({"cache": cache_bytes, "layer": layer_bytes, **{name: size - we
 """
 
 
-@pytest.fixture(scope="module", params=["4 scanned", "4 unrolled", "4 unrolled int8"])
+@pytest.fixture(scope="module", params=["4 scanned", "4 unrolled", pytest.param("4 unrolled int8", marks=pytest.mark.slow)])
 def above_weights(request):
     """Bytes of the cache and of one layer of it in float32, and above the weights in a fresh process: with the cache, and
     at the peak of a run, of a write and a run, and while another array of the cache's size is there."""
