@@ -74,6 +74,13 @@ class Limits:
                 raise ValueError(f"config.transfer.{name} ({limit}) must be at least what one chunk of config.chunk="
                                  f"{self.buckets[-1]} positions moves, {largest} bytes")
 
+    def scheduler(self, prefill, decode, interleaved, chunk_bytes):
+        """The Scheduler of engines with these processes; chunk_bytes: bucket -> what a chunk of it moves."""
+        return Scheduler(prefill=prefill, decode=decode, interleaved=interleaved, slots=self.slots, buckets=self.buckets,
+                         reads=self.reads, steps=self.steps, prefill_ahead=self.prefill_ahead, decode_ahead=self.decode_ahead,
+                         batch=self.batch, chunk_bytes=chunk_bytes, pair_bytes=self.pair_bytes, total_bytes=self.total_bytes,
+                         max_queue=self.max_queue)
+
 
 def run(config, prepare, topology, *, client=None, name="cell"):
     """Serve until the front end is done or the cell cannot go on; -> None, or why it ended early.
@@ -119,11 +126,8 @@ def _serve(config, prepare, topology, control):
 def _lead(config, topology, limits, form, control, loop, front):
     """Process 0: the leader and the front end in threads of their own, beside the loop."""
     chunk_bytes = {bucket: form.bytes(bucket) for bucket in limits.buckets}
-    scheduler = Scheduler(prefill=[e.processes for e in topology.prefill], decode=[e.processes for e in topology.decode],
-                          interleaved=topology.mode == "interleaved", slots=limits.slots, buckets=limits.buckets,
-                          reads=limits.reads, steps=limits.steps, prefill_ahead=limits.prefill_ahead,
-                          decode_ahead=limits.decode_ahead, batch=limits.batch, chunk_bytes=chunk_bytes, pair_bytes=limits.pair_bytes,
-                          total_bytes=limits.total_bytes, max_queue=limits.max_queue)
+    scheduler = limits.scheduler([e.processes for e in topology.prefill], [e.processes for e in topology.decode],
+                                 topology.mode == "interleaved", chunk_bytes)
     leader = Leader(control, scheduler, Stages(topology, chunk_bytes, form.row_bytes), max_queue=limits.max_queue,
                     deadline_s=config.control.deadline_s, stall_s=config.control.stall_s)
     leader.start()

@@ -16,11 +16,12 @@ long one, which no engine can begin yet.
 ("refused", id, message) for one that the queue has no room for.
 """
 
-import bisect
 import collections
 import dataclasses
 import heapq
 import itertools
+
+from disagg.waiting import Waiting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,12 +117,14 @@ class Scheduler:
         self._interleaved, self._buckets, self._chunk, self._reads = interleaved, buckets, buckets[-1], reads
         self._batch_sizes = batch_sizes(buckets, batch)
         self._steps, self._prefill_ahead, self._decode_ahead = steps, prefill_ahead, decode_ahead
-        self._queue, self._max_queue = [], max_queue  # in the order in which they are to begin
+        self._queue, self._max_queue = Waiting(self._chunk), max_queue
         self._timeouts = []                     # heap of (when, request id)
         self._running = {}                      # request id -> _Sequence
         self._chunk_bytes, self._pair_bytes, self._total_bytes = chunk_bytes, pair_bytes, total_bytes
         self._chunks = {}                       # transfer number -> _Chunk, neither written nor discarded yet
         self._moving = collections.Counter()    # (p, d) -> bytes sent that not all of the receiver's processes have reported
+        self._moving_total = 0                  # ... of all pairs
+        self._writable = {}                     # request id -> None, of those of which a chunk has arrived since the last plan
         self._transfers = 0
         self._computing = {}                    # transfer number -> (prefill engine, prompt tokens)
         self._ops = []                          # decided between plans: free, discard, drop
@@ -132,7 +135,7 @@ class Scheduler:
             self.events.append(("refused", request.id, f"the queue is full: {len(self._queue)} requests wait, config.max_queue is "
                                 f"{self._max_queue}"))
             return
-        bisect.insort(self._queue, request, key=lambda r: r.priority)
+        self._queue.add(request)
         if request.timeout is not None:
             heapq.heappush(self._timeouts, (now + request.timeout, request.id))
         self._fail_if_nothing_lives()
@@ -141,7 +144,7 @@ class Scheduler:
         """End the requests whose time is over."""
         while self._timeouts and self._timeouts[0][0] <= now:
             _, request_id = heapq.heappop(self._timeouts)
-            request = next((r for r in self._queue if r.id == request_id), None)
+            request = self._queue.get(request_id)
             sequence = self._running.get(request_id)
             if request or sequence:
                 timeout = (request or sequence.request).timeout
@@ -156,11 +159,9 @@ class Scheduler:
 
     def cancel(self, request_id):
         """Forget a request in whatever stage it is; no event follows. Unknown and finished ones are ignored."""
-        for i, request in enumerate(self._queue):
-            if request.id == request_id:
-                del self._queue[i]
-                return
-        if request_id in self._running:
+        if self._queue.get(request_id):
+            self._queue.remove(request_id)
+        elif request_id in self._running:
             self._release(self._running[request_id])
 
     @property
@@ -200,11 +201,12 @@ class Scheduler:
         elif process in chunk.waiting:
             chunk.waiting.discard(process)
             if not chunk.waiting:
-                self._moving[chunk.p, chunk.d] -= chunk.bytes
+                self._charge(chunk, -chunk.bytes)
                 if not any(chunk.sequences):
                     self._discard(chunk)
                     return
                 self._prefill[chunk.p].in_flight -= 1
+                self._note_writable(chunk)
                 if chunk.last:
                     for sequence, token in zip(chunk.sequences, tokens):
                         if sequence:
@@ -250,7 +252,7 @@ class Scheduler:
             elif s.p == index and role == "prefill" and not s.made and s.first is not None:
                 self.first(s.request.id, s.first, [])  # its own report may never come
         for chunk in [c for c in self._chunks.values() if not any(c.sequences) and index == (c.p if role == "prefill" else c.d)]:
-            self._moving[chunk.p, chunk.d] -= chunk.bytes  # it will not arrive any more
+            self._charge(chunk, -chunk.bytes)  # it will not arrive any more
             self._discard(chunk)
         self._fail_if_nothing_lives(message)
 
@@ -271,8 +273,10 @@ class Scheduler:
         """The next plan's operations; an empty list when there is nothing to do until the next report."""
         prefills = self._prefill_ops()
         ops, self._ops = self._ops + prefills, []
-        for s in list(self._running.values()):
-            ops += self._write_ops(s)
+        writable, self._writable = self._writable, {}
+        for request_id in writable:
+            if s := self._running.get(request_id):
+                ops += self._write_ops(s)
         for d, engine in enumerate(self._decode):
             if engine.alive and len(engine.steps) < self._decode_ahead:
                 ops += self._decode_ops(d, engine)
@@ -335,30 +339,28 @@ class Scheduler:
     def _begin(self, able):
         """Begin the next request of the queue, if it is a short one together with others; None where none can begin."""
         idle = [p for p in able if self._prefill[p].current is None]
-        for i, request in enumerate(self._queue):
-            short = len(request.tokens) <= self._chunk
-            if not (engines := able if short else idle):
-                continue  # a long one, and every engine has one: short ones behind it may pass
-            bucket = self._bucket(min(len(request.tokens), self._chunk))
-            ways = [(-len(decode.free), decode.owed, able.index(p), p, d) for p in engines for d, decode in enumerate(self._decode)
-                    if decode.alive and decode.free and (p == d if self._interleaved else self._has_room(p, d, bucket))]
-            if not ways:
-                return None
-            *_, p, d = min(ways)
-            if short:
-                return self._begin_short(self._short_ones(i, bool(idle)), p, d, len(able))
-            del self._queue[i]
-            self._prefill[p].current = self._admit(request, p, d)
-            return self._next_chunk(p)
-        return None
+        request = self._queue.first(long=bool(idle))  # where every engine has a long one, short ones pass those that wait
+        if not able or request is None:
+            return None
+        short = len(request.tokens) <= self._chunk
+        way = self._way(able if short else idle, self._bucket(min(len(request.tokens), self._chunk)))
+        if way is None:
+            return None
+        if short:
+            return self._begin_short(self._queue.short_ones(long=bool(idle)), *way, len(able))
+        self._queue.remove(request.id)
+        p, d = way
+        self._prefill[p].current = self._admit(request, p, d)
+        return self._next_chunk(p)
 
-    def _short_ones(self, first, stop):
-        """The short requests of the queue from the first-th on; stop: up to a long one."""
-        for request in itertools.islice(self._queue, first, None):
-            if len(request.tokens) <= self._chunk:
-                yield request
-            elif stop:
-                return
+    def _way(self, engines, bucket):
+        """(p, d): the decode engine with most room to which one of these prefill engines, in order of preference, may send a
+        chunk of so many positions; None where there is none."""
+        key = lambda d: (-len(self._decode[d].free), self._decode[d].owed)
+        free = (d for d, decode in enumerate(self._decode) if decode.alive and decode.free)
+        if self._interleaved:
+            return min(((p, p) for p in engines if self._decode[p].free), key=lambda way: key(way[1]), default=None)
+        return next(((p, d) for d in sorted(free, key=key) for p in engines if self._has_room(p, d, bucket)), None)
 
     def _begin_short(self, waiting, p, d, engines):
         """The first of the waiting requests and those behind it, as many as fit in one chunk: a fair share of them, where
@@ -374,7 +376,7 @@ class Scheduler:
             taken.append(request)
             bucket, count = wider, fitting
         for request in taken:
-            self._queue.remove(request)
+            self._queue.remove(request.id)
         sequences = [self._admit(request, p, d) for request in taken]
         for s in sequences:
             s.next = len(s.request.tokens)
@@ -396,13 +398,23 @@ class Scheduler:
                                               set() if self._interleaved else set(self._decode[d].processes))
         for s in sequences:
             s.chunks.append(chunk)
-        self._moving[p, d] += chunk.bytes
+        self._charge(chunk, chunk.bytes)
+        if self._interleaved:
+            self._note_writable(chunk)
         self._computing[number] = p, tokens
         engine = self._prefill[p]
         engine.planned += tokens
         engine.owed += tokens
         engine.in_flight += 1
         return chunk
+
+    def _charge(self, chunk, number):
+        """More bytes on their way, or fewer."""
+        self._moving[chunk.p, chunk.d] += number
+        self._moving_total += number
+
+    def _note_writable(self, chunk):
+        self._writable |= {s.request.id: None for s in chunk.sequences if s}
 
     def _transfer_ops(self, chunk, bucket):
         request = next(s.request.id for s in chunk.sequences if s)
@@ -417,11 +429,11 @@ class Scheduler:
 
     def _fits(self, p, d, bucket):
         size = self._size(bucket)
-        return self._moving.total() + size <= self._total_bytes and self._moving[p, d] + size <= self._pair_bytes
+        return self._moving_total + size <= self._total_bytes and self._moving[p, d] + size <= self._pair_bytes
 
     def _has_room(self, p, d, bucket):
         """Whether a chunk of so many positions may go from p to d now. Raises _NoRoom where it may go nowhere."""
-        if self._moving.total() + self._size(bucket) > self._total_bytes:
+        if self._moving_total + self._size(bucket) > self._total_bytes:
             raise _NoRoom
         return self._fits(p, d, bucket)
 
@@ -488,5 +500,6 @@ class Scheduler:
 
     def _fail_if_nothing_lives(self, why="no engine is left"):
         if self.broken:
-            while self._queue:
-                self.events.append(("error", self._queue.pop(0).id, why))
+            for request in list(self._queue):
+                self._queue.remove(request.id)
+                self.events.append(("error", request.id, why))
