@@ -6,7 +6,8 @@ slot is activated -> decode steps -> finished, and the slot is free again. In in
 it was computed, at once.
 
 First come, first served among those of one priority. A prompt goes to the prefill engine with the fewest prompt tokens still
-to compute, and to the decode engine with the most free slots and, of those, the fewest tokens still to make. Prompts of up
+to compute, and to the decode engine to which least is on its way, in whole chunks (else many would send to the emptiest one at
+once, over one link), with the most free slots and, of those, the fewest tokens still to make. Prompts of up
 to a chunk are short: they are computed whole, those that wait together as far as the buckets allow. A longer one is computed in
 chunks; an engine has one such at a time, and between its chunks short ones get their turn, also those that came after another
 long one, which no engine can begin yet.
@@ -91,6 +92,7 @@ class _Decode:
         self.free = list(range(slots))
         self.active = {}                        # slot -> sequence
         self.owed = 0                           # tokens that its sequences may still make
+        self.moving = 0                         # bytes on their way to it
         self.steps = collections.deque()        # of each call not reported yet: who was in which slot
 
 
@@ -123,6 +125,7 @@ class Scheduler:
         self._chunk_bytes, self._pair_bytes, self._total_bytes = chunk_bytes, pair_bytes, total_bytes
         self._chunks = {}                       # transfer number -> _Chunk, neither written nor discarded yet
         self._moving = collections.Counter()    # (p, d) -> bytes sent that not all of the receiver's processes have reported
+        self._largest = max(1, self._size(self._chunk))
         self._moving_total = 0                  # ... of all pairs
         self._writable = {}                     # request id -> None, of those of which a chunk has arrived since the last plan
         self._transfers = 0
@@ -356,7 +359,7 @@ class Scheduler:
     def _way(self, engines, bucket):
         """(p, d): the decode engine with most room to which one of these prefill engines, in order of preference, may send a
         chunk of so many positions; None where there is none."""
-        key = lambda d: (-len(self._decode[d].free), self._decode[d].owed)
+        key = lambda d: (self._decode[d].moving // self._largest, -len(self._decode[d].free), self._decode[d].owed)
         free = (d for d, decode in enumerate(self._decode) if decode.alive and decode.free)
         if self._interleaved:
             return min(((p, p) for p in engines if self._decode[p].free), key=lambda way: key(way[1]), default=None)
@@ -412,6 +415,7 @@ class Scheduler:
         """More bytes on their way, or fewer."""
         self._moving[chunk.p, chunk.d] += number
         self._moving_total += number
+        self._decode[chunk.d].moving += number
 
     def _note_writable(self, chunk):
         self._writable |= {s.request.id: None for s in chunk.sequences if s}
