@@ -29,13 +29,12 @@ value / peer_value. Without a peer the last three are null.
 """
 
 import json
-import statistics
 
 from absl import app, flags
 
 from launch import bench_engine, bench_loop, bench_transfer
+from launch.results import JSON, record
 
-_JSON = flags.DEFINE_string("json", None, "file for the results as JSON")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "measurements of each figure", lower_bound=1)
 _SIZES = flags.DEFINE_list("sizes", [str(n) for n in bench_transfer.SIZES], "transfer: bytes of the chunks")
 _PLOT = flags.DEFINE_string("plot", None, "transfer: file for the plot, .png or .svg")
@@ -43,24 +42,11 @@ BENCHMARKS = {"loop": lambda: bench_loop.run(_REPEATS.value), "engine": lambda: 
               "transfer": lambda: bench_transfer.run(_REPEATS.value, [int(n) for n in _SIZES.value])}
 
 
-def record(name, params, unit, values, peer, peer_values):
-    """One result, with the spread as printed: median (least to largest)."""
-    shown = lambda values: f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
-    value, peer_value, ratio = statistics.median(values), None, None
-    line = " ".join([name, *(f"{k} {v}" for k, v in params.items())]) + f": {shown(values)} {unit}"
-    if peer:
-        peer_value = statistics.median(peer_values)
-        ratio = value / peer_value
-        line += f"; {peer}: {shown(peer_values)}; ratio {ratio:.3f}"
-    print(line, flush=True)
-    return {"name": name, "params": params, "value": value, "unit": unit, "peer": peer, "peer_value": peer_value, "ratio": ratio}
-
-
 def main(argv):
     if len(argv) != 2 or argv[1] not in BENCHMARKS:
         raise app.UsageError(f"name one benchmark: {', '.join(BENCHMARKS)}; got {argv[1:]}")
     try:
-        out = _JSON.value and open(_JSON.value, "w", encoding="utf-8")
+        out = JSON.value and open(JSON.value, "w", encoding="utf-8")
         results = BENCHMARKS[argv[1]]()
     except (ValueError, OSError) as e:
         raise app.UsageError(str(e)) from None

@@ -27,7 +27,7 @@ GREEDY = sampling.pack(0, 0.0, 0, 1.0)
 
 
 def run(repeats):
-    """-> arguments of bench.record for each figure. One process measures at a time, in turns."""
+    """-> arguments of results.record for each figure. One process measures at a time, in turns."""
     read = next(n for n in (*smollm2.get_config("135m").reads, CACHE) if n >= USED + STEPS * (CALLS + 1))
     model, params = random_smollm2()
     mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))

@@ -24,7 +24,7 @@ BARE_SECONDS = 1.0
 
 
 def run(repeats):
-    """Start the processes; -> arguments of bench.record for each figure."""
+    """Start the processes; -> arguments of results.record for each figure."""
     port = topology.free_port()
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "out.json"

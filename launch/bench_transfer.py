@@ -74,7 +74,7 @@ DECODING = Layout((1, 1), (1, 1), measure="decode")
 
 
 def run(repeats, sizes):
-    """-> arguments of bench.record for each figure, as they are there. Raises ValueError for a size that is not a multiple
+    """-> arguments of results.record for each figure, as they are there. Raises ValueError for a size that is not a multiple
     of 32 KiB."""
     for size in sizes:
         if size <= 0 or size % (2 * POSITION):

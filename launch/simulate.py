@@ -21,6 +21,7 @@ from absl import flags
 from disagg.cell import Limits
 from disagg.scheduler import Request
 from launch import flags as launch_flags
+from launch.results import JSON
 
 _REQUESTS = flags.DEFINE_integer("requests", 1000, "requests in all", lower_bound=1)
 _RATE = flags.DEFINE_float("rate", 10.0, "requests a second", lower_bound=1e-6)
@@ -29,7 +30,6 @@ _ANSWERS = flags.DEFINE_list("answers", ["64:1"], "tokens of answers, each with 
 _LIMIT = flags.DEFINE_integer("limit", None, "max_tokens of the requests, which the scheduler sees (unset: the longest answer)", lower_bound=1)
 _LOAD_SEED = flags.DEFINE_integer("load_seed", 0, "of arrivals and lengths")
 _COSTS = flags.DEFINE_string("costs", None, "JSON file: an object of costs")
-_JSON = flags.DEFINE_string("json", None, "file for the figures as JSON")
 
 TOKEN, STOP = 1, 2  # what simulated engines make
 
@@ -301,8 +301,8 @@ def main(argv):
     result = figures(simulation)
     for name, value in result.items():
         print(f"{name:20} {value:.6g}")
-    if _JSON.value:
-        with open(_JSON.value, "w", encoding="utf-8") as out:
+    if JSON.value:
+        with open(JSON.value, "w", encoding="utf-8") as out:
             json.dump(result, out, indent=2)
 
 

@@ -24,7 +24,7 @@ from absl import flags
 
 from disagg import roles
 from launch import flags as launch_flags
-from launch.bench import record
+from launch.results import record
 
 _FOLDER = flags.DEFINE_string("folder", None, "where everything goes; made if it is not there")
 _SHORT = flags.DEFINE_integer("short", 16, "tokens of a short prompt", lower_bound=1)
@@ -62,7 +62,7 @@ def read(folder):
 
 
 def figures(spans, steps):
-    """Arguments of bench.record. steps: decode steps of one call.
+    """Arguments of results.record. steps: decode steps of one call.
 
     transfer_overlap      how much of each transfer's time its engines also computed
     transfer_time         from the chunk's computation to its arrival
