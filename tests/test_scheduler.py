@@ -80,15 +80,15 @@ def test_load_is_spread():
 def test_not_all_send_to_the_emptiest_engine():
     """While a whole chunk is on its way to the decode engine with most free slots, the next goes to another one."""
     cell = Cell(prefill=(1, 1), decode=(1, 1), slots=8, batch=1)
-    cell.submit(*[request(i, length=2, max_tokens=50) for i in range(3)])
-    cell.run("arrived", "results")
-    busy = cell.sent_to[0]
-    for i in (1, 2):
-        if cell.sent_to[i] == busy:
-            cell.cancel(i)  # one engine has fewer free slots than the other
-    cell.submit(request(3, length=4), request(4, length=4))
+    first = [request(i, length=2, max_tokens=50) for i in range(8)]
+    cell.submit(*first)
+    cell.run("arrived")
+    for r in first:
+        if cell.sent_to[r.id] == 0:
+            cell.cancel(r.id)
+    cell.submit(request(8, length=4), request(9, length=4))
     cell.plan()
-    assert {cell.sent_to[3], cell.sent_to[4]} == {0, 1}
+    assert [cell.sent_to[8], cell.sent_to[9]] == [0, 1]  # 8 and 4 slots are free
 
 
 def test_a_fast_prefill_engine_gets_more_work():
