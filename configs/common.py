@@ -50,7 +50,8 @@ def get_config():
     # prefill.ahead: chunks an engine may have computed or sent that have not arrived. prefill.batch: prompts of up to a chunk that
     # are computed together at most; their positions with padding must be one of the buckets.
     c.decode = role(slots=8, steps=4, ahead=2)
-    # decode.slots: sequences an engine decodes at once. decode.steps: decode steps of one call.
+    # decode.slots: sequences an engine decodes at once. decode.steps: decode steps of one call
+    # while no prompt is about to join; else there is one.
     # decode.ahead: calls planned beyond the last reported one.
 
     c.top_logits = 0              # report this many best candidates and their scores with every token

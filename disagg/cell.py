@@ -213,7 +213,7 @@ def load_engines(model, topology, limits, form, load):
     return (prefill and PrefillEngine(model, params[prefill.mesh], prefill.mesh, form, cache_length=limits.cache_length,
                                       buckets=limits.buckets, top=limits.top),
             decode and DecodeEngine(model, params[decode.mesh], decode.mesh, slots=limits.slots,
-                                    cache_length=limits.cache_length, steps=limits.steps, top=limits.top))
+                                    cache_length=limits.cache_length, top=limits.top))
 
 
 def _connect(topology, limits, form, prefill, decode, start_s):
@@ -252,4 +252,5 @@ def _warm_up(topology, limits, form, prefill, decode):
         decode.free(0)
         decode.done()
         for read in limits.reads:
-            jax.block_until_ready(decode.run(read))
+            for steps in {1, limits.steps}:
+                jax.block_until_ready(decode.run(read, steps))

@@ -91,7 +91,7 @@ def decode_step(model, on_shards, top, params, state, read):
     return state, (jnp.where(active, token, -1), *sampling.best(scores, top))
 
 
-def decode_steps(model, on_shards, top, steps, params, state, read):
+def decode_steps(model, on_shards, top, params, state, read, steps):
     """`steps` decode steps in one program; outputs have a leading axis [steps].
 
     Unrolled where the layers are a loop: around that a second loop makes XLA for TPU forget the layout in which a weight
@@ -112,7 +112,7 @@ class Programs(NamedTuple):
     steps: Callable
 
 
-def programs(model, mesh, *, slots, cache_length, steps, top):
+def programs(model, mesh, *, slots, cache_length, top):
     split = sharding.attention_mesh(mesh, model.config.num_kv_heads)
     shape = model.cache_shape(slots, cache_length)
     cache = sharding.tree(split, shape, model.axes_of(shape), sharding.DECODE)
@@ -123,16 +123,16 @@ def programs(model, mesh, *, slots, cache_length, steps, top):
         init=jax.jit(functools.partial(init_state, model, slots, cache_length), out_shardings=shardings),
         write=jit(write_chunk, static_argnames="length"), activate=jit(activate), free=jit(free),
         mark=jax.jit(lambda state: state.left + 0, out_shardings=whole),
-        steps=jax.jit(functools.partial(decode_steps, model, sharding.on_shards(split, sharding.DECODE), top, steps),
-                      donate_argnums=1, static_argnames="read", out_shardings=(shardings, whole)))
+        steps=jax.jit(functools.partial(decode_steps, model, sharding.on_shards(split, sharding.DECODE), top),
+                      donate_argnums=1, static_argnames=("read", "steps"), out_shardings=(shardings, whole)))
 
 
 class DecodeEngine:
     """Holds the sharded parameters and the donated state; every process of the engine makes the same calls in the same order."""
 
-    def __init__(self, model, params, mesh, *, slots, cache_length, steps, top):
+    def __init__(self, model, params, mesh, *, slots, cache_length, top):
         self._params = params
-        self._programs = programs(model, mesh, slots=slots, cache_length=cache_length, steps=steps, top=top)
+        self._programs = programs(model, mesh, slots=slots, cache_length=cache_length, top=top)
         self._state = self._programs.init()
 
     def write(self, received, slot, start, index=0, length=None):
@@ -153,11 +153,11 @@ class DecodeEngine:
         """An array that is there once all is computed that was dispatched so far."""
         return self._programs.mark(self._state)
 
-    def run(self, read):
-        """Dispatch the compiled number of steps -> tokens [steps,B], ids and scores [steps,B,top], on the devices.
+    def run(self, read, steps):
+        """Dispatch so many steps -> tokens [steps,B], ids and scores [steps,B,top], on the devices.
 
-        read: how much of the cache is read, at least what any active slot has before the last step; for each value a
+        read: how much of the cache is read, at least what any active slot has before the last step. For each pair of values a
         program is compiled.
         """
-        self._state, out = self._programs.steps(self._params, self._state, read=read)
+        self._state, out = self._programs.steps(self._params, self._state, read=read, steps=steps)
         return out

@@ -9,7 +9,7 @@ The operations, JSON lists:
   ["write", d, number, index, length, slot, start, activation]    put the index-th prompt of so many positions, or all where
                                                                   length is null, into a reserved slot; activation is null,
                                                                   or, with the prompt's end, [position, left, stop ids, sampler]
-  ["decode", d, read]                                             one call of decode steps, which read so many positions
+  ["decode", d, read, steps]                                      so many decode steps in one call, which read so many positions
   ["free", d, slot]                                               end a slot before its limit
   ["discard", number]                                             forget what was computed: all is written that will be
   ["drop", role, index, why]                                      the engine is dead: its processes leave
@@ -146,12 +146,12 @@ class Loop:
             self._results.put((None, [self._decode.done()],
                                ("write", d, begun, {"number": number, "slot": slot, "last": bool(activation)})))
 
-    def op_decode(self, d, read):
+    def op_decode(self, d, read, steps):
         if d == self._d:
             begun = now()
-            out = self._decode.run(read)
+            out = self._decode.run(read, steps)
             if self._leads_decode:
-                self._results.put((("tokens", d), _to_host(*out), ("decode", d, begun, {"read": read})))
+                self._results.put((("tokens", d), _to_host(*out), ("decode", d, begun, {"read": read, "steps": steps})))
 
     def op_free(self, d, slot):
         if d == self._d:

@@ -94,6 +94,7 @@ class _Decode:
         self.owed = 0                           # tokens that its sequences may still make
         self.moving = 0                         # bytes on their way to it
         self.steps = collections.deque()        # of each call not reported yet: who was in which slot
+        self.coming = set()                     # request ids: the end of the prompt is planned, it is not active yet
 
 
 def read_length(reads, positions):
@@ -110,7 +111,8 @@ class Scheduler:
     def __init__(self, *, prefill, decode, interleaved, slots, buckets, reads, steps, prefill_ahead, decode_ahead, batch,
                  chunk_bytes, pair_bytes, total_bytes, max_queue):
         """prefill, decode: the process ids of each engine. buckets: ascending, the last is the chunk size. reads: lengths of
-        the cache that calls are compiled to read, ascending, the last is all of it. steps: decode steps a call.
+        the cache that calls are compiled to read, ascending, the last is all of it. steps: decode steps of one call
+        while nothing waits to join them; else there is one.
         prefill_ahead, decode_ahead: chunks and calls an engine may have planned that are not reported. batch: short prompts
         computed together at most. chunk_bytes: what a
         chunk of each bucket moves; pair_bytes, total_bytes: what may be on its way from one engine to another, and in all. max_queue: requests that may wait."""
@@ -288,14 +290,16 @@ class Scheduler:
     def _decode_ops(self, d, engine):
         """One call of decode steps, if a sequence needs it. The last step finds in the cache, of each sequence, its prompt
         and a token for every step before it."""
-        lengths = [len(s.request.tokens) + min(s.planned + self._steps, s.request.max_tokens - 1) - 1
-                   for s in engine.active.values() if s.planned < s.request.max_tokens - 1]
-        if not lengths:
+        left = [s.request.max_tokens - 1 - s.planned for s in engine.active.values()]
+        if max(left, default=0) <= 0:
             return []
+        joining = engine.coming or self._interleaved and self._prefill[d].current
+        steps = 1 if joining or max(left) < self._steps else self._steps
+        longest = max(len(s.request.tokens) + s.planned + min(n, steps) for s, n in zip(engine.active.values(), left) if n > 0)
         for s in engine.active.values():
-            s.planned += self._steps
+            s.planned += steps
         engine.steps.append(dict(engine.active))
-        return [["decode", d, read_length(self._reads, max(lengths))]]
+        return [["decode", d, read_length(self._reads, longest - 1), steps]]
 
     def _prefill_ops(self):
         """What the prefill engines that may have one more chunk on its way compute next, the least loaded first. Where the whole
@@ -401,6 +405,8 @@ class Scheduler:
                                               set() if self._interleaved else set(self._decode[d].processes))
         for s in sequences:
             s.chunks.append(chunk)
+            if last:
+                self._decode[d].coming.add(s.request.id)
         self._charge(chunk, chunk.bytes)
         if self._interleaved:
             self._note_writable(chunk)
@@ -454,6 +460,7 @@ class Scheduler:
             activation = None
             if chunk.last:
                 self._decode[s.d].active[s.slot] = s
+                self._decode[s.d].coming.discard(s.request.id)
                 activation = [len(s.request.tokens), s.request.max_tokens - 1, list(s.request.stop_ids), s.request.sampler]
             ops.append(["write", s.d, chunk.number, index, chunk.length, s.slot, chunk.start, activation])
             chunk.sequences[index] = None
@@ -487,6 +494,7 @@ class Scheduler:
         del self._running[s.request.id]
         prefill, decode = self._prefill[s.p], self._decode[s.d]
         decode.owed -= s.request.max_tokens - s.made
+        decode.coming.discard(s.request.id)
         if prefill.current is s:
             prefill.current = None
         for chunk in s.chunks:

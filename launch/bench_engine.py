@@ -79,15 +79,15 @@ def _seconds(work):
 
 def _decode(model, params, mesh, batch, read):
     """A function that gives tokens/s of a full decode engine, each slot just behind its prompt."""
-    engine = DecodeEngine(model, params, mesh, slots=batch, cache_length=CACHE, steps=STEPS, top=0)
+    engine = DecodeEngine(model, params, mesh, slots=batch, cache_length=CACHE, top=0)
     chunk = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), _form(model).shape(USED))
 
     def measure():
         for slot in range(batch):
             engine.write(chunk, slot, 0)
             engine.activate(chunk["ticket"], slot, USED, CACHE - USED, [], GREEDY)
-        jax.block_until_ready(engine.run(read))
-        return batch * STEPS * CALLS / _seconds(lambda: [engine.run(read) for _ in range(CALLS)])
+        jax.block_until_ready(engine.run(read, STEPS))
+        return batch * STEPS * CALLS / _seconds(lambda: [engine.run(read, STEPS) for _ in range(CALLS)])
     return measure
 
 

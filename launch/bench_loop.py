@@ -103,13 +103,13 @@ def _bare_steps(config, client, topo, repeats):
     if topo.my_decode:
         form = cell.chunk_format(config, model, topo, limits)
         _, engine = cell.load_engines(model, topo, limits, form, program.loader(config, model))
-        jax.block_until_ready(engine.run(limits.cache_length))
+        jax.block_until_ready(engine.run(limits.cache_length, 1))
     for r in range(repeats):
         client.wait_at_barrier(f"bare{r}", 60_000)
         if engine:
             started, steps = time.monotonic(), 0
             while time.monotonic() - started < BARE_SECONDS:
-                jax.block_until_ready(engine.run(limits.cache_length))
+                jax.block_until_ready(engine.run(limits.cache_length, 1))
                 steps += 1
             client.key_value_set(f"bare/{r}/{topo.process}", str(steps / (time.monotonic() - started)))
         client.wait_at_barrier(f"bared{r}", 60_000)

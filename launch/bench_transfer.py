@@ -218,7 +218,7 @@ class _Bench:
 
         def step():
             started = time.perf_counter()
-            jax.block_until_ready(engine.run(CACHE))
+            jax.block_until_ready(engine.run(CACHE, 1))
             return time.perf_counter() - started
 
         longer, cpu = [], []
@@ -242,7 +242,7 @@ class _Bench:
     def _full_engine(self):
         """A decode engine of SmolLM2 whose slots go on for as long as is needed."""
         model, params = bench_engine.random_smollm2()
-        engine = DecodeEngine(model, params, self._engines[1].mesh, slots=SLOTS, cache_length=CACHE, steps=1, top=0)
+        engine = DecodeEngine(model, params, self._engines[1].mesh, slots=SLOTS, cache_length=CACHE, top=0)
         ticket = jnp.zeros(3, jnp.int32)
         for slot in range(SLOTS):
             engine.activate(ticket, slot, CACHE // 2, 2**30, [], bench_engine.GREEDY)

@@ -217,8 +217,8 @@ class Simulation:
             if self._token(s.request, 1) == STOP:
                 s.left = 0
 
-    def op_decode(self, at, d, read):
-        slots, rows = self._slots[d], [[-1] * self.limits.slots for _ in range(self.limits.steps)]
+    def op_decode(self, at, d, read, steps):
+        slots, rows = self._slots[d], [[-1] * self.limits.slots for _ in range(steps)]
         for i, s in enumerate(slots):
             for row in rows[:s.left]:
                 s.made, s.left = s.made + 1, s.left - 1
@@ -226,7 +226,7 @@ class Simulation:
                 if row[i] == STOP:
                     s.left = 0
                     break
-        done = self._compute("decode", d, at, self.limits.steps * (self.costs.step + self.costs.step_position * self.limits.slots * read))
+        done = self._compute("decode", d, at, steps * (self.costs.step + self.costs.step_position * self.limits.slots * read))
         self._at(done + self.costs.log, self.scheduler.tokens, d, rows, rows)
 
     def op_free(self, at, d, slot):

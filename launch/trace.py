@@ -61,8 +61,8 @@ def read(folder):
     return spans
 
 
-def figures(spans, steps):
-    """Arguments of results.record. steps: decode steps of one call.
+def figures(spans):
+    """Arguments of results.record.
 
     transfer_overlap      how much of each transfer's time its engines also computed
     transfer_time         from the chunk's computation to its arrival
@@ -83,7 +83,7 @@ def figures(spans, steps):
         records.append(("transfer_overlap", {"with": kind}, "% of a transfer's time", shared, None, None))
     records.append(("transfer_time", {}, "ms", [1e3 * length(s) for s in transfers], None, None))
     apart = lambda call: not any(_shared((call["begun"], call["ended"]), m) for m in moving)
-    alone, beside = ([1e3 * length(c) / steps for c in calls if apart(c) == a] for a in (True, False))
+    alone, beside = ([1e3 * length(c) / c["steps"] for c in calls if apart(c) == a] for a in (True, False))
     if alone and beside:
         records.append(("decode_step", {}, "ms while a chunk moves", beside, "without", alone))
 
@@ -209,7 +209,7 @@ def main(argv):
         return code
     spans = read(folder / "spans")
     (folder / "trace.json").write_text(json.dumps({"traceEvents": events(spans), "displayTimeUnit": "ms"}))
-    records = [record(*r) for r in figures(spans, config.decode.steps)]
+    records = [record(*r) for r in figures(spans)]
     (folder / "figures.json").write_text(json.dumps(records, indent=2))
     if importlib.util.find_spec("matplotlib"):
         plot(spans, folder / "trace.png")

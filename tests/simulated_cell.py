@@ -262,17 +262,26 @@ class Cell:
             slot.made = 1
             slot.left = 0 if 1000 * r.id in r.stop_ids else r.max_tokens - 1
 
-    def op_decode(self, d, read):
+    def op_decode(self, d, read, steps):
         assert ("decode", d) not in self.dropped
         running = [s for s in self.slots[d] if s.left]
-        needed = max((s.filled + s.made - 1 + min(self.steps, s.left) - 1 for s in running), default=0)
+        if self._joining(d):
+            assert steps == 1, "who is about to join waits for several steps"
+        elif not self.interleaved and max((s.left for s in running), default=0) >= self.steps:
+            assert steps == self.steps, "single steps for nobody"
+        assert steps in (1, self.steps)
+        needed = max((s.filled + s.made - 1 + min(steps, s.left) - 1 for s in running), default=0)
         assert needed <= read in READS, "a step would not see all of its sequence"
         if running and not any(self.requests[s.request].stop_ids for s in self.slots[d] if s.request is not None):
             assert read == min(n for n in READS if n >= needed), "more is read than needed"
-        rows = [[self._step(slot) for slot in self.slots[d]] for _ in range(self.steps)]
+        rows = [[self._step(slot) for slot in self.slots[d]] for _ in range(steps)]
         self.unreported["decode", d] += 1
         if not self.dead.intersection(self.decode[d]):
             self._report(("results", self.decode[d][0]), "tokens", d, rows, [[[] for _ in row] for row in rows])
+
+    def _joining(self, d):
+        """Whether the end of a prompt is on its way to engine d, computed or not."""
+        return any(c.d == d and c.last and i not in self.ended and i not in c.written for c in self.chunks.values() for i in c.requests)
 
     def _step(self, slot):
         if slot.left == 0:

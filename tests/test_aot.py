@@ -57,8 +57,8 @@ def device_bytes(tree):
     return sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in jax.tree.leaves(tree))
 
 
-def decode_programs(steps=1, model=MODEL):
-    return decode.programs(model, mesh(), slots=SLOTS, cache_length=LENGTH, steps=steps, top=TOP)
+def decode_programs(model=MODEL):
+    return decode.programs(model, mesh(), slots=SLOTS, cache_length=LENGTH, top=TOP)
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def compiled(name):
         integers = lambda n: jax.ShapeDtypeStruct((n,), jnp.int32)
         lowered = programs.chunk.lower(params(), cache, integers(CHUNK), number, number, integers(2), read=LENGTH)
     else:
-        programs = decode_programs(STEPS.get(name, 1), model)
+        programs = decode_programs(model)
         state = programs.init.eval_shape()
         cache = state.cache
         if "write" in name:
@@ -82,7 +82,7 @@ def compiled(name):
                   for name, pieces in chunk.kv(form.shape(CHUNK)).items()}
             lowered = programs.write.lower(state, kv, number, number, number, length=None)
         else:
-            lowered = programs.steps.lower(params(), state, read=LENGTH)
+            lowered = programs.steps.lower(params(), state, read=LENGTH, steps=STEPS[name])
     result = lowered.compile()
     return result, hlo.Program(result.as_text()), device_bytes(cache)
 
@@ -136,7 +136,7 @@ def test_a_layer_has_two_all_reduces_and_no_other_collective(name):
 def test_a_cache_that_is_not_donated_is_seen():
     """The tests above can fail: without donation the cache is copied, and neither aliased nor updated in place."""
     state = decode_programs().init.eval_shape()
-    step = functools.partial(decode.decode_steps, MODEL, sharding.on_shards(mesh(), sharding.DECODE), TOP, 1, read=LENGTH)
+    step = functools.partial(decode.decode_steps, MODEL, sharding.on_shards(mesh(), sharding.DECODE), TOP, read=LENGTH, steps=1)
     layout = jax.tree.map(lambda s: s.sharding, state)
     program = jax.jit(step, out_shardings=(layout, sharding.replicated(mesh()))).lower(params(), state).compile()
     text, cache = hlo.Program(program.as_text()), device_bytes(state.cache)
@@ -155,9 +155,9 @@ def test_kv_heads_that_do_not_divide():
     split = sharding.attention_mesh(flat, model.config.num_kv_heads)
     assert dict(split.shape) == {"tp": 8, "split": 2}
     weights = like(model.params_shape(), sharding.tree(split, model.params_shape(), model.params_axes()))
-    programs = decode.programs(model, flat, slots=32, cache_length=4096, steps=1, top=0)
+    programs = decode.programs(model, flat, slots=32, cache_length=4096, top=0)
     state = programs.init.eval_shape()
-    program = programs.steps.lower(weights, state, read=4096).compile()
+    program = programs.steps.lower(weights, state, read=4096, steps=1).compile()
     memory, text, cache = program.memory_analysis(), hlo.Program(program.as_text()), device_bytes(state.cache)
     assert 0 <= memory.alias_size_in_bytes - cache < 64 * 1024
     assert peak(memory) < HBM and memory.temp_size_in_bytes <= 0.03 * peak(memory)

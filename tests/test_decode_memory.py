@@ -42,23 +42,23 @@ def peak(run):
     return status("VmHWM")
 
 def used_engine():
-    engine = decode.DecodeEngine(model, params, mesh, slots=SLOTS, cache_length=LENGTH, steps=int(sys.argv[1]), top=0)
+    engine = decode.DecodeEngine(model, params, mesh, slots=SLOTS, cache_length=LENGTH, top=0)
     for slot in range(SLOTS):
         engine.write(chunk, slot, 0)
         engine.activate(chunk["ticket"], slot, CHUNK, LENGTH - CHUNK, [], sampling.pack(0, 0.0, 0, 1.0))
-    jax.block_until_ready(engine.run(LENGTH))
+    jax.block_until_ready(engine.run(LENGTH, int(sys.argv[1])))
     return engine
 
 def write():
     engine.write(chunk, 1, CHUNK)
-    return engine.run(LENGTH)  # the last thing that the devices do
+    return engine.run(LENGTH, int(sys.argv[1]))  # the last thing that the devices do
 
 used_engine()  # once and away, so that the memory of compiling is not counted
 gc.collect()
 weights = status("VmRSS")
 engine = used_engine()
 cached = status("VmRSS")
-figures = {"resident": cached, "run": peak(lambda: engine.run(LENGTH)), "write": peak(write),
+figures = {"resident": cached, "run": peak(lambda: engine.run(LENGTH, int(sys.argv[1]))), "write": peak(write),
            "another": peak(lambda: np.ones(cache_bytes // 4, np.float32))}
 print(json.dumps({"cache": cache_bytes, "layer": layer_bytes, **{name: size - weights for name, size in figures.items()}}))
 """

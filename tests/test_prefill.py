@@ -26,7 +26,7 @@ def engines(devices, kv_heads, kv_cache_dtype):
     params = jax.jit(model.init, out_shardings=layout)(jax.random.key(0))
     form = Format(model, devices, 1000, True, COUNT)
     prefill = PrefillEngine(model, params, mesh, form, cache_length=CACHE, buckets=(BUCKET, BUCKET * COUNT), top=3)
-    decode = lambda: DecodeEngine(model, params, mesh, slots=4, cache_length=CACHE, steps=1, top=3)
+    decode = lambda: DecodeEngine(model, params, mesh, slots=4, cache_length=CACHE, top=3)
     return prefill, decode
 
 
@@ -54,7 +54,7 @@ def test_together_as_alone(devices, kv_heads, kv_cache_dtype):
             np.testing.assert_allclose(jnp.float32(got)[:, slot, :, :len(prompt)], jnp.float32(want)[:, slot, :, :len(prompt)],
                                        rtol=1e-5, atol=1.01 if kv_cache_dtype else 1e-5)
     for _ in range(3):
-        np.testing.assert_array_equal(one.run(32)[0], other.run(32)[0])
+        np.testing.assert_array_equal(one.run(32, 1)[0], other.run(32, 1)[0])
 
 
 def test_a_whole_prompt_leaves_the_cache_of_a_long_one_alone():

@@ -36,7 +36,7 @@ def answers(kv_heads, groups, devices, scanned, cache=False):
     params = jax.tree.map(lambda s: np.float32(2 * s.shape[-1] ** -0.5 * rng.normal(size=s.shape)), model.params_shape())
     params = jax.device_put(params, sharding.tree(sharding.attention_mesh(mesh, kv_heads), model.params_shape(), model.params_axes()))
     prefill = PrefillEngine(model, params, mesh, Format(model, devices, 1000, False), cache_length=CACHE, buckets=BUCKETS, top=3)
-    decode = DecodeEngine(model, params, mesh, slots=SLOTS, cache_length=CACHE, steps=STEPS, top=3)
+    decode = DecodeEngine(model, params, mesh, slots=SLOTS, cache_length=CACHE, top=3)
     tokens, scores = [], []
     slots = (3, 0, 2)
     for slot, prompt in zip(slots, TOKENS):
@@ -48,7 +48,7 @@ def answers(kv_heads, groups, devices, scanned, cache=False):
         tokens.append(int(best[0][0, 0]))
         scores.append(np.asarray(best[1][0]))
     for _ in range(2):
-        made, _, values = decode.run(48)
+        made, _, values = decode.run(48, STEPS)
         tokens += np.asarray(made)[:, slots].ravel().tolist()
         scores += np.asarray(values)[:, slots].reshape(-1, 3).tolist()
     if cache:

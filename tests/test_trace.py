@@ -23,9 +23,9 @@ SPANS = [
     span("transfer", 0.6, 4.5, number=2, request=7, **{"from": 0}),
     span("write", 2.6, 3.2, number=1, slot=0, last=False),
     span("write", 4.6, 4.8, number=2, slot=0, last=True),
-    span("decode", 1.0, 3.0, read=8),
-    span("decode", 2.9, 4.4, read=8),
-    span("decode", 4.7, 5.8, read=8),
+    span("decode", 1.0, 3.0, read=8, steps=1),
+    span("decode", 2.9, 4.4, read=8, steps=1),
+    span("decode", 4.7, 5.8, read=8, steps=1),
 ]
 
 
@@ -48,7 +48,7 @@ def test_what_is_on_a_device_begins_when_what_was_before_it_has_ended(spans):
 
 
 def test_figures(spans):
-    found = {(name, *params.values()): (values, peers) for name, params, _, values, _, peers in trace.figures(spans, steps=1)}
+    found = {(name, *params.values()): (values, peers) for name, params, _, values, _, peers in trace.figures(spans)}
     assert found["transfer_overlap", "prefill"][0] == pytest.approx([100, 0])
     assert found["transfer_overlap", "decode"][0] == pytest.approx([100, 80])
     assert found["transfer_time",][0] == pytest.approx([500, 500])
@@ -94,7 +94,7 @@ def test_a_traced_run(tmp_path):
     assert sum(s["tokens"] for s in spans if s["kind"] == "prefill") == 2 * (2 * 16 + 200)
     of = lambda kind: {s["number"]: s for s in spans if s["kind"] == kind}
     for number, moved in of("transfer").items():
-        assert of("prefill")[number]["ended"] <= moved["begun"] + 1e-3
+        assert of("prefill")[number]["ended"] <= moved["begun"] + 0.1  # threads of two busy processes look at the clock
         assert moved["ended"] <= of("check")[number]["ended"] <= of("write")[number]["ended"]
     assert any(s["kind"] == "decode" for s in spans)
     made = tmp_path / "new"
