@@ -49,10 +49,11 @@ def get_config():
     c.prefill = role(ahead=2, batch=8)
     # prefill.ahead: chunks an engine may have computed or sent that have not arrived. prefill.batch: prompts of up to a chunk that
     # are computed together at most; their positions with padding must be one of the buckets.
-    c.decode = role(slots=8, steps=4, ahead=2)
+    c.decode = role(slots=8, steps=4, ahead=2, prefill_up_to=0)
     # decode.slots: sequences an engine decodes at once. decode.steps: decode steps of one call
     # while no prompt is about to join; else there is one.
-    # decode.ahead: calls planned beyond the last reported one.
+    # decode.ahead: calls planned beyond the last reported one. decode.prefill_up_to: prompts of up to so many tokens are prefilled
+    # on the decode engine, where nothing has to move but decode steps wait for them; 0: none.
 
     c.top_logits = 0              # report this many best candidates and their scores with every token
     c.compilation_cache = "~/.cache/disagg/xla"  # compiled programs, a folder a process; '': none

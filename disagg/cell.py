@@ -36,6 +36,7 @@ class Limits:
     total_bytes: int
     max_queue: int
     batch: int
+    local_length: int
     top: int
 
     def __post_init__(self):
@@ -44,6 +45,8 @@ class Limits:
                             "prefill.batch": self.batch}.items():
             if value < 1:
                 raise ValueError(f"config.{name} must be at least 1, got {value}")
+        if not 0 <= self.local_length <= self.buckets[-1]:
+            raise ValueError(f"config.decode.prefill_up_to must be from 0 to config.chunk ({self.buckets[-1]}), got {self.local_length}")
         if list(self.buckets) != sorted(set(self.buckets)) or not self.buckets or self.buckets[0] < 1:
             raise ValueError(f"config.buckets must be ascending and positive, got {self.buckets}")
         if list(self.reads) != sorted(set(self.reads)) or self.reads[0] < 1:
@@ -64,7 +67,7 @@ class Limits:
         reads = (*(n for n in config.reads if n < config.cache_length), config.cache_length)
         return cls(config.cache_length, tuple(config.buckets), reads, config.decode.slots, config.decode.steps,
                    config.prefill.ahead, config.decode.ahead, config.transfer.pair_bytes, config.transfer.total_bytes, config.max_queue,
-                   config.prefill.batch, config.top_logits)
+                   config.prefill.batch, 0 if config.mode == "interleaved" else config.decode.prefill_up_to, config.top_logits)
 
     def check_chunks(self, form):
         """Raises ValueError where the largest chunk could never be sent."""
@@ -79,7 +82,7 @@ class Limits:
         return Scheduler(prefill=prefill, decode=decode, interleaved=interleaved, slots=self.slots, buckets=self.buckets,
                          reads=self.reads, steps=self.steps, prefill_ahead=self.prefill_ahead, decode_ahead=self.decode_ahead,
                          batch=self.batch, chunk_bytes=chunk_bytes, pair_bytes=self.pair_bytes, total_bytes=self.total_bytes,
-                         max_queue=self.max_queue)
+                         max_queue=self.max_queue, local_length=self.local_length)
 
 
 def run(config, prepare, topology, *, client=None, name="cell"):
@@ -111,10 +114,10 @@ def _serve(config, prepare, topology, control):
     model, load, front = _agreed(control, config, prepare)
     limits = _agreed(control, config, lambda: Limits.of(config, model.config.max_length))
     form = _agreed(control, config, lambda: chunk_format(config, model, topology, limits))
-    prefill, decode = _agreed(control, config, lambda: load_engines(model, topology, limits, form, load))
-    transfers = _agreed(control, config, lambda: _connect(topology, limits, form, prefill, decode, config.control.start_s))
+    engines = _agreed(control, config, lambda: load_engines(model, topology, limits, form, load))
+    transfers = _agreed(control, config, lambda: _connect(topology, limits, form, engines, config.control.start_s))
     trace = _agreed(control, config, lambda: Trace(config.debug.trace, topology.process))
-    loop = Loop(topology, control, transfers, prefill, decode, trace, hash_chain=config.debug.hash_chain)
+    loop = Loop(topology, control, transfers, *engines, trace, hash_chain=config.debug.hash_chain)
     try:
         if topology.process:
             return loop.run()
@@ -196,9 +199,11 @@ def chunk_format(config, model, topology, limits):
 
 
 def load_engines(model, topology, limits, form, load):
-    """The engines of this process: (PrefillEngine or None, DecodeEngine or None)."""
-    for engine in (*topology.prefill, *topology.decode):
-        how = sharding.describe(engine.mesh, model.config.num_kv_heads, engine.role, limits.slots, limits.buckets)
+    """The engines of this process: (PrefillEngine, DecodeEngine, the PrefillEngine of config.decode.prefill_up_to), None where it
+    has none."""
+    roles = [(e, e.role) for e in (*topology.prefill, *topology.decode)] + [(e, "prefill") for e in topology.decode if limits.local_length]
+    for engine, role in roles:
+        how = sharding.describe(engine.mesh, model.config.num_kv_heads, role, limits.slots, limits.buckets)
         if topology.process == 0:
             logging.info("%s: %s", engine.name, how)
     params = {}
@@ -210,18 +215,20 @@ def load_engines(model, topology, limits, form, load):
             params[engine.mesh] = jax.block_until_ready(load(shardings))
             logging.info("weights on %s in %.1f s", engine.name, time.monotonic() - started)
     prefill, decode = topology.my_prefill, topology.my_decode
-    return (prefill and PrefillEngine(model, params[prefill.mesh], prefill.mesh, form, cache_length=limits.cache_length,
-                                      buckets=limits.buckets, top=limits.top),
+    prefills = lambda mesh, cache_length: PrefillEngine(model, params[mesh], mesh, form, cache_length=cache_length, buckets=limits.buckets,
+                                                        top=limits.top)
+    return (prefill and prefills(prefill.mesh, limits.cache_length),
             decode and DecodeEngine(model, params[decode.mesh], decode.mesh, slots=limits.slots,
-                                    cache_length=limits.cache_length, top=limits.top))
+                                    cache_length=limits.cache_length, top=limits.top),
+            decode and limits.local_length and prefills(decode.mesh, 1) or None)  # whole prompts need no working cache
 
 
-def _connect(topology, limits, form, prefill, decode, start_s):
+def _connect(topology, limits, form, engines, start_s):
     """Open and test every way between engines, and compile everything meanwhile."""
     transfers = Transfers(form, topology)
     started = time.monotonic()
     rates = selftest.run(topology, transfers, limits.buckets, start_s / 2,
-                         lambda: _warm_up(topology, limits, form, prefill, decode))
+                         lambda: _warm_up(topology, limits, form, *engines))
     for (p, d), rate in rates.items():
         logging.info("self-test from %s to %s: values right, %.3f GB/s, %d calls a chunk", topology.prefill[p].name,
                      topology.decode[d].name, rate, len(transfers.routes[p, d].calls))
@@ -229,7 +236,7 @@ def _connect(topology, limits, form, prefill, decode, start_s):
     return transfers
 
 
-def _warm_up(topology, limits, form, prefill, decode):
+def _warm_up(topology, limits, form, prefill, decode, local):
     """Compile every program that serving uses, by running it."""
     greedy = sampling.pack(0, 0.0, 0, 1.0)
     starts = range(0, limits.cache_length, limits.buckets[-1])  # where a chunk may begin; where there is one only, none is needed
@@ -238,6 +245,9 @@ def _warm_up(topology, limits, form, prefill, decode):
     for bucket in limits.buckets:
         for count in counts[bucket] if prefill else ():
             jax.block_until_ready(prefill.run_prompts([[0]] * count, [greedy] * count, bucket, count, 0, 0))
+        for count in counts[bucket] if local else ():
+            if bucket * count <= next(b for b in limits.buckets if b >= limits.local_length):
+                jax.block_until_ready(local.run_prompts([[0]] * count, [greedy] * count, bucket, count, 0, 0))
         for read in reads if prefill else ():
             jax.block_until_ready(prefill.run([0] * bucket, 0, read, bucket == limits.buckets[0], greedy, 0, 0))
         if decode:

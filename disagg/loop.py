@@ -3,6 +3,7 @@
 The operations, JSON lists:
   ["prefill", p, number, bucket, count, prompts]                  compute whole prompts together on prefill engine p, at most
                                                                   count: [[request, tokens, sampler], ...]
+  ["local", d, number, bucket, count, prompts]                    the same on decode engine d, where they will be decoded
   ["chunk", p, number, request, tokens, start, read, last, sampler]   compute a part of a longer one, which reads so many
                                                                   positions of the engine's cache
   ["transfer", number, p, d, bucket, request]                     send either to decode engine d: every process issues this
@@ -16,7 +17,7 @@ The operations, JSON lists:
   ["stop", error]                                                 the end; error is null or the reason
 
 The reports:
-  ["computed", number]  ["first", number, [[request, token, best], ...]]   from a prefill engine's leader
+  ["computed", number]  ["first", number, [[request, token, best], ...]]   from the leader of the engine that computed it
   ["arrived", number, error, tokens]                              from every process of the receiving engine
   ["corrupt", number, why]                                        before it, if the values are not those that were sent
   ["tokens", d, rows, bests]                                      from a decode engine's leader
@@ -52,10 +53,11 @@ class Stopped(Exception):
 
 
 class Loop:
-    def __init__(self, topology, control, transfers, prefill, decode, trace, *, hash_chain):
-        """prefill, decode: this process's PrefillEngine and DecodeEngine, None where it has none. trace: trace.Trace."""
+    def __init__(self, topology, control, transfers, prefill, decode, local, trace, *, hash_chain):
+        """prefill, decode: this process's PrefillEngine and DecodeEngine, None where it has none; local: a PrefillEngine on the
+        mesh of the latter, or None. trace: trace.Trace."""
         self._topology, self._control, self._transfers = topology, control, transfers
-        self._prefill, self._decode, self._trace = prefill, decode, trace
+        self._prefill, self._decode, self._local, self._trace = prefill, decode, local, trace
         mine = topology.my_prefill, topology.my_decode
         self._p, self._d = (e.index if e else None for e in mine)
         self._leads_prefill, self._leads_decode = (e is not None and e.leader == topology.process for e in mine)
@@ -100,14 +102,20 @@ class Loop:
     # Operations.
 
     def op_prefill(self, p, number, bucket, count, prompts):
-        if p != self._p:
-            return
+        if p == self._p:
+            self._whole_prompts("prefill", p, self._prefill, self._leads_prefill, number, bucket, count, prompts)
+
+    def op_local(self, d, number, bucket, count, prompts):
+        if d == self._d:
+            self._whole_prompts("local", d, self._local, self._leads_decode, number, bucket, count, prompts)
+
+    def _whole_prompts(self, kind, index, engine, leads, number, bucket, count, prompts):
         begun = now()
         requests, tokens, samplers = zip(*prompts)
-        chunk, best = self._prefill.run_prompts(tokens, [sampling.pack(*s) for s in samplers], bucket, count, number, requests[0])
+        chunk, best = engine.run_prompts(tokens, [sampling.pack(*s) for s in samplers], bucket, count, number, requests[0])
         self._chunks[number] = chunk
-        if self._leads_prefill:
-            self._results.put((("first", number, requests), _to_host(chunk["ticket"], *best), ("prefill", p, begun, {
+        if leads:
+            self._results.put((("first", number, requests), _to_host(chunk["ticket"], *best), (kind, index, begun, {
                 "number": number, "request": requests[0], "prompts": len(prompts), "tokens": sum(map(len, tokens)), "last": True})))
 
     def op_chunk(self, p, number, request, tokens, start, read, last, sampler):

@@ -10,7 +10,8 @@ to compute, and to the decode engine to which least is on its way, in whole chun
 once, over one link), with the most free slots and, of those, the fewest tokens still to make. Prompts of up
 to a chunk are short: they are computed whole, those that wait together as far as the buckets allow. A longer one is computed in
 chunks; an engine has one such at a time, and between its chunks short ones get their turn, also those that came after another
-long one, which no engine can begin yet.
+long one, which no engine can begin yet. Prompts below a length may be computed where they are decoded (local_length): then nothing
+moves, but decode steps wait for them.
 
 `plan` gives the operations of the next plan (see loop.py) and `events` what became of requests:
 ("tokens", request id, [token ids], [best candidates of each]), ("finish", id, reason), ("error", id, message),
@@ -79,8 +80,9 @@ class _NoRoom(Exception):
 
 
 class _Prefill:
-    def __init__(self, processes):
-        self.processes, self.alive, self.current, self.in_flight = processes, True, None, 0
+    def __init__(self, processes, own=None):
+        """own: the decode engine that it is as well; None: what it computes is sent."""
+        self.processes, self.alive, self.current, self.in_flight, self.own = processes, True, None, 0, own
         self.short_next = False                 # short prompts have their turn, if there are any
         self.owed = 0                           # prompt tokens planned and not reported as computed
         self.planned = 0                        # ... in total: evens out equally loaded engines
@@ -109,14 +111,19 @@ def batch_sizes(buckets, most):
 
 class Scheduler:
     def __init__(self, *, prefill, decode, interleaved, slots, buckets, reads, steps, prefill_ahead, decode_ahead, batch,
-                 chunk_bytes, pair_bytes, total_bytes, max_queue):
+                 chunk_bytes, pair_bytes, total_bytes, max_queue, local_length=0):
         """prefill, decode: the process ids of each engine. buckets: ascending, the last is the chunk size. reads: lengths of
         the cache that calls are compiled to read, ascending, the last is all of it. steps: decode steps of one call
         while nothing waits to join them; else there is one.
         prefill_ahead, decode_ahead: chunks and calls an engine may have planned that are not reported. batch: short prompts
         computed together at most. chunk_bytes: what a
-        chunk of each bucket moves; pair_bytes, total_bytes: what may be on its way from one engine to another, and in all. max_queue: requests that may wait."""
-        self._prefill = [_Prefill(p) for p in prefill]
+        chunk of each bucket moves; pair_bytes, total_bytes: what may be on its way from one engine to another, and in all.
+        max_queue: requests that may wait. local_length: prompts of up to so many tokens are computed on the decode engine, if
+        one has room for them; together as many as are no more positions than the longest of them."""
+        self._senders = len(prefill)            # prefill engines; behind them in the list the decode engines that prefill, too
+        self._local_length, local = local_length, decode if local_length and not interleaved else []
+        self._prefill = [*(_Prefill(p, i if interleaved else None) for i, p in enumerate(prefill)),
+                         *(_Prefill(p, own=d) for d, p in enumerate(local))]
         self._decode = [_Decode(p, slots) for p in decode]
         self._interleaved, self._buckets, self._chunk, self._reads = interleaved, buckets, buckets[-1], reads
         self._batch_sizes = batch_sizes(buckets, batch)
@@ -127,7 +134,7 @@ class Scheduler:
         self._chunk_bytes, self._pair_bytes, self._total_bytes = chunk_bytes, pair_bytes, total_bytes
         self._chunks = {}                       # transfer number -> _Chunk, neither written nor discarded yet
         self._moving = collections.Counter()    # (p, d) -> bytes sent that not all of the receiver's processes have reported
-        self._largest = max(1, self._size(self._chunk))
+        self._largest = max(1, chunk_bytes[self._chunk])
         self._moving_total = 0                  # ... of all pairs
         self._writable = {}                     # request id -> None, of those of which a chunk has arrived since the last plan
         self._transfers = 0
@@ -184,7 +191,7 @@ class Scheduler:
         """The prefill engine has computed a chunk. Where nothing is transferred this bounds what it has planned."""
         p, tokens = self._computing.pop(number)
         self._prefill[p].owed -= tokens
-        if self._interleaved:
+        if self._prefill[p].own is not None:
             self._prefill[p].in_flight -= 1
 
     def first(self, request_id, token, best):
@@ -246,8 +253,9 @@ class Scheduler:
             return
         engine.alive = False
         self._ops.append(["drop", role, index, why])
-        if self._interleaved:
-            self._prefill[index].alive = self._decode[index].alive = False
+        for e in self._prefill:
+            if e.own is not None and index == e.own and (role == "decode" or self._interleaved):
+                e.alive = self._decode[index].alive = False
         message = f"{role} engine {index} is lost: {why}"
         for s in list(self._running.values()):
             needs_prefill = s.next < len(s.request.tokens) or any(c.waiting for c in s.chunks)
@@ -262,7 +270,7 @@ class Scheduler:
         self._fail_if_nothing_lives(message)
 
     def lose_process(self, process, why):
-        for role, engines in (("prefill", self._prefill), ("decode", self._decode)):
+        for role, engines in (("prefill", self._prefill[:self._senders]), ("decode", self._decode)):
             for i, engine in enumerate(engines):
                 if process in engine.processes:
                     self.lose(role, i, why)
@@ -270,7 +278,7 @@ class Scheduler:
     @property
     def broken(self):
         """True when no request can be served any more."""
-        return not (any(e.alive for e in self._prefill) and any(e.alive for e in self._decode))
+        return not (any(e.alive for e in self._prefill[:self._senders]) and any(e.alive for e in self._decode))
 
     # The plan.
 
@@ -310,11 +318,13 @@ class Scheduler:
                 ops += more
         except _NoRoom:
             pass
+        while more := self._begin_local():
+            ops += more
         return ops
 
     def _next_prefill(self):
         """One engine's next chunk and its transfer; None where no engine can have one."""
-        able = [p for p, e in enumerate(self._prefill) if e.alive and e.in_flight < self._prefill_ahead]
+        able = [p for p in range(self._senders) if self._able(p)]
         able.sort(key=lambda p: (self._prefill[p].owed, self._prefill[p].in_flight, self._prefill[p].planned, p))
         begun = sorted((p for p in able if self._prefill[p].current), key=lambda p: self._prefill[p].current.request.id)
         roomy = [p for p in begun if self._has_room(p, self._prefill[p].current.d, self._next_bucket(p))]
@@ -324,6 +334,9 @@ class Scheduler:
         if ops := self._begin(able):
             return ops
         return self._next_chunk(roomy[0]) if roomy else None
+
+    def _able(self, p):
+        return self._prefill[p].alive and self._prefill[p].in_flight < self._prefill_ahead
 
     def _next_chunk(self, p):
         """The next part of the long prompt that engine p has begun."""
@@ -347,38 +360,55 @@ class Scheduler:
         """Begin the next request of the queue, if it is a short one together with others; None where none can begin."""
         idle = [p for p in able if self._prefill[p].current is None]
         request = self._queue.first(long=bool(idle))  # where every engine has a long one, short ones pass those that wait
-        if not able or request is None:
+        if request is None:
+            return None
+        if len(request.tokens) <= self._local_length and (ops := self._begin_local()):
+            return ops
+        if not able:
             return None
         short = len(request.tokens) <= self._chunk
         way = self._way(able if short else idle, self._bucket(min(len(request.tokens), self._chunk)))
         if way is None:
             return None
         if short:
-            return self._begin_short(self._queue.short_ones(long=bool(idle)), *way, len(able))
+            return self._begin_short(self._queue.short_ones(long=bool(idle)), *way, len(able), self._chunk)
         self._queue.remove(request.id)
         p, d = way
         self._prefill[p].current = self._admit(request, p, d)
         return self._next_chunk(p)
 
+    def _begin_local(self):
+        """Begin the first request that is short enough on the decode engine with most room, with those behind it that are, too;
+        None where none can. It may pass others, which have to wait for a prefill engine."""
+        able = [p for p in range(self._senders, len(self._prefill)) if self._able(p) and self._decode[self._prefill[p].own].free]
+        waiting = (r for r in self._queue.short_ones(long=False) if len(r.tokens) <= self._local_length) if able else ()
+        if (first := next(iter(waiting), None)) is None:
+            return None
+        p = min(able, key=lambda p: (self._prefill[p].in_flight, *self._room(self._prefill[p].own)))
+        return self._begin_short(itertools.chain([first], waiting), p, self._prefill[p].own, len(able), self._bucket(self._local_length))
+
+    def _room(self, d):
+        """Sorts decode engines, the one with most room first."""
+        return self._decode[d].moving // self._largest, -len(self._decode[d].free), self._decode[d].owed
+
     def _way(self, engines, bucket):
         """(p, d): the decode engine with most room to which one of these prefill engines, in order of preference, may send a
         chunk of so many positions; None where there is none."""
-        key = lambda d: (self._decode[d].moving // self._largest, -len(self._decode[d].free), self._decode[d].owed)
         free = (d for d, decode in enumerate(self._decode) if decode.alive and decode.free)
         if self._interleaved:
-            return min(((p, p) for p in engines if self._decode[p].free), key=lambda way: key(way[1]), default=None)
-        return next(((p, d) for d in sorted(free, key=key) for p in engines if self._has_room(p, d, bucket)), None)
+            return min(((p, p) for p in engines if self._decode[p].free), key=lambda way: self._room(way[1]), default=None)
+        return next(((p, d) for d in sorted(free, key=self._room) for p in engines if self._has_room(p, d, bucket)), None)
 
-    def _begin_short(self, waiting, p, d, engines):
-        """The first of the waiting requests and those behind it, as many as fit in one chunk: a fair share of them, where
-        several engines are free."""
+    def _begin_short(self, waiting, p, d, engines, limit):
+        """The first of the waiting requests and those behind it, as many as fit in `limit` positions: a fair share of them,
+        where several engines are free."""
         waiting = list(itertools.islice(waiting, engines * self._batch_sizes[self._buckets[0]][-1]))
         most = min(-(-len(waiting) // engines), len(self._decode[d].free))
         taken, bucket, count = waiting[:1], self._bucket(len(waiting[0].tokens)), 1
         for request in waiting[1:most]:
             wider = max(bucket, self._bucket(len(request.tokens)))
             fitting = next((n for n in self._batch_sizes[wider] if n > len(taken)), None)
-            if fitting is None or not self._fits(p, d, wider * fitting):
+            if fitting is None or wider * fitting > limit or not self._fits(p, d, wider * fitting):
                 break
             taken.append(request)
             bucket, count = wider, fitting
@@ -390,7 +420,8 @@ class Scheduler:
         self._prefill[p].short_next = False
         chunk = self._plan_chunk(sequences, p, d, 0, bucket if count > 1 else None, True, bucket * count, sum(s.next for s in sequences))
         prompts = [[s.request.id, list(s.request.tokens), s.request.sampler] for s in sequences]
-        return [["prefill", p, chunk.number, bucket, count, prompts], *self._transfer_ops(chunk, bucket * count)]
+        on = ["prefill", p] if p < self._senders else ["local", d]
+        return [[*on, chunk.number, bucket, count, prompts], *self._transfer_ops(chunk, bucket * count)]
 
     def _admit(self, request, p, d):
         decode = self._decode[d]
@@ -401,17 +432,17 @@ class Scheduler:
     def _plan_chunk(self, sequences, p, d, start, length, last, bucket, tokens):
         """Note a chunk of so many positions, with padding, and prompt tokens."""
         number, self._transfers = self._transfers, self._transfers + 1
-        chunk = self._chunks[number] = _Chunk(number, list(sequences), p, d, start, length, last, self._size(bucket),
-                                              set() if self._interleaved else set(self._decode[d].processes))
+        engine = self._prefill[p]
+        chunk = self._chunks[number] = _Chunk(number, list(sequences), p, d, start, length, last, self._size(p, bucket),
+                                              set(self._decode[d].processes) if engine.own is None else set())
         for s in sequences:
             s.chunks.append(chunk)
             if last:
                 self._decode[d].coming.add(s.request.id)
         self._charge(chunk, chunk.bytes)
-        if self._interleaved:
+        if engine.own is not None:
             self._note_writable(chunk)
         self._computing[number] = p, tokens
-        engine = self._prefill[p]
         engine.planned += tokens
         engine.owed += tokens
         engine.in_flight += 1
@@ -428,22 +459,22 @@ class Scheduler:
 
     def _transfer_ops(self, chunk, bucket):
         request = next(s.request.id for s in chunk.sequences if s)
-        return [] if self._interleaved else [["transfer", chunk.number, chunk.p, chunk.d, bucket, request]]
+        return [] if self._prefill[chunk.p].own is not None else [["transfer", chunk.number, chunk.p, chunk.d, bucket, request]]
 
-    def _size(self, bucket):
-        """Bytes that a chunk of so many positions moves."""
-        return 0 if self._interleaved else self._chunk_bytes[bucket]
+    def _size(self, p, bucket):
+        """Bytes that a chunk of so many positions from engine p moves."""
+        return self._chunk_bytes[bucket] if self._prefill[p].own is None else 0
 
     def _bucket(self, length):
         return next(b for b in self._buckets if b >= length)
 
     def _fits(self, p, d, bucket):
-        size = self._size(bucket)
+        size = self._size(p, bucket)
         return self._moving_total + size <= self._total_bytes and self._moving[p, d] + size <= self._pair_bytes
 
     def _has_room(self, p, d, bucket):
         """Whether a chunk of so many positions may go from p to d now. Raises _NoRoom where it may go nowhere."""
-        if self._moving_total + self._size(bucket) > self._total_bytes:
+        if self._moving_total + self._size(p, bucket) > self._total_bytes:
             raise _NoRoom
         return self._fits(p, d, bucket)
 

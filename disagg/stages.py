@@ -12,7 +12,7 @@ from absl import logging
 
 @dataclasses.dataclass
 class _Chunk:
-    p: int
+    p: int | None               # None: decode engine d computes it
     d: int
     requests: tuple[int, ...]
     tokens: int
@@ -33,15 +33,15 @@ class Stages:
         self._topology, self._bytes, self._row_bytes = topology, chunk_bytes, row_bytes
         self._moved = collections.Counter()            # chunks, bytes; rows: prompt positions; padded: positions with padding
         self._chunks = {}                              # number -> _Chunk, until it is discarded and computed
-        self._free_at = [0.0] * len(topology.prefill)  # when an engine had computed its latest chunk
+        self._free_at = collections.defaultdict(float)  # engine -> when it had computed its latest chunk
         self._calls = [collections.deque() for _ in topology.decode]  # when each unreported decode call was planned
 
     def planned(self, ops):
         now = time.monotonic()
         for name, *args in ops:
-            if name == "prefill":
-                p, number, _, _, prompts = args
-                self._chunks[number] = _Chunk(p, p, tuple(request for request, *_ in prompts), sum(len(tokens) for _, tokens, _ in prompts), None, now)
+            if name in ("prefill", "local"):
+                index, number, _, _, prompts = args
+                self._chunks[number] = _Chunk(index if name == "prefill" else None, index, tuple(request for request, *_ in prompts), sum(len(tokens) for _, tokens, _ in prompts), None, now)
             elif name == "chunk":
                 p, number, request, tokens, *_ = args
                 self._chunks[number] = _Chunk(p, p, (request,), len(tokens), None, now)
@@ -73,9 +73,10 @@ class Stages:
         if chunk is None:
             return
         now = chunk.computed = time.monotonic()
-        seconds = now - max(chunk.planned, self._free_at[chunk.p])
-        self._free_at[chunk.p] = now
-        logging.info("prefill on %s: %s, %d tokens, %.1f ms", self._topology.prefill[chunk.p].name, chunk.what, chunk.tokens, seconds * 1e3)
+        engine = self._topology.decode[chunk.d].name if chunk.p is None else self._topology.prefill[chunk.p].name
+        seconds = now - max(chunk.planned, self._free_at[engine])
+        self._free_at[engine] = now
+        logging.info("prefill on %s: %s, %d tokens, %.1f ms", engine, chunk.what, chunk.tokens, seconds * 1e3)
         self._forget(number)
 
     def arrived(self, process, number, error):
@@ -110,7 +111,7 @@ class Stages:
         now, late = time.monotonic(), []
         for number, chunk in self._chunks.items():
             if chunk.computed is None and now - chunk.planned > compute_s:
-                late.append(("prefill", chunk.p, f"chunk {number} of {chunk.what} was not computed within {compute_s:.0f} s"))
+                late.append((*(("decode", chunk.d) if chunk.p is None else ("prefill", chunk.p)), f"chunk {number} of {chunk.what} was not computed within {compute_s:.0f} s"))
             elif chunk.computed is not None and chunk.waiting and now - chunk.computed > arrival_s:
                 late.append(("prefill", chunk.p, f"transfer {number} of {chunk.what} {self._way(chunk)} did not arrive at "
                              f"processes {sorted(chunk.waiting)} within {arrival_s:.0f} s"))

@@ -23,7 +23,7 @@ class Trace:
             self._file = open(pathlib.Path(folder) / f"process{process}.jsonl", "w", encoding="utf-8")
 
     def span(self, kind, engine, begun, ended, **what):
-        """kind: "prefill", "transfer", "check", "write" or "decode". engine: its index. begun: when it was dispatched; on a
+        """kind: "prefill", "local" (on a decode engine), "transfer", "check", "write" or "decode". engine: its index. begun: when it was dispatched; on a
         device it begins once that has ended which was dispatched before it. what: numbers that tell it from others."""
         if self.enabled:
             self._spans.append({"kind": kind, "engine": engine, "begun": begun, "ended": ended, **what})

@@ -181,9 +181,9 @@ class Simulation:
         self.busy[device] += seconds
         return self._free[device]
 
-    def _prefilled(self, at, p, number, positions, read, requests, last):
+    def _prefilled(self, at, role, index, number, positions, read, requests, last):
         cost = self.costs
-        done = self._compute("prefill", p, at, cost.prefill_call + cost.prefill_position * positions + cost.step_position * read)
+        done = self._compute(role, index, at, cost.prefill_call + cost.prefill_position * positions + cost.step_position * read)
         self._chunks[number] = done, requests, last
         self._at(done + cost.log, self._computed, number, requests if last else [])
 
@@ -193,11 +193,14 @@ class Simulation:
             self.scheduler.first(request_id, self._token(request_id, 1), [])
 
     def op_prefill(self, at, p, number, bucket, count, prompts):
-        self._prefilled(at, p, number, bucket * count, 0, [i for i, *_ in prompts], True)
+        self._prefilled(at, "prefill", p, number, bucket * count, 0, [i for i, *_ in prompts], True)
+
+    def op_local(self, at, d, number, bucket, count, prompts):
+        self._prefilled(at, "decode", d, number, bucket * count, 0, [i for i, *_ in prompts], True)
 
     def op_chunk(self, at, p, number, request_id, tokens, start, read, last, sampler):
         bucket = next(b for b in self.limits.buckets if b >= len(tokens))
-        self._prefilled(at, p, number, bucket, read, [request_id], last)
+        self._prefilled(at, "prefill", p, number, bucket, read, [request_id], last)
 
     def op_transfer(self, at, number, p, d, bucket, request_id):
         done, requests, last = self._chunks[number]

@@ -33,7 +33,7 @@ _NEW = flags.DEFINE_integer("new_tokens", 64, "tokens made for each prompt", low
 _PAIRS = flags.DEFINE_integer("pairs", 3, "long prompts, and as many pairs of short ones", lower_bound=1)
 flags.mark_flag_as_required("folder")
 
-KINDS = {"prefill": "prefill chunks", "transfer": "transfers", "check": "checksums", "write": "writes", "decode": "decode calls"}
+KINDS = {"prefill": "prefill chunks", "local": "prefill of short prompts", "transfer": "transfers", "check": "checksums", "write": "writes", "decode": "decode calls"}
 
 
 def requests(vocab_size, long, seed=0):
@@ -50,7 +50,7 @@ def read(folder):
     spans.sort(key=lambda s: s["ended"])
     free = collections.defaultdict(float)
     for s in spans:
-        device = {"prefill": "prefill", "write": "decode", "decode": "decode"}.get(s["kind"])
+        device = {"prefill": "prefill", "local": "decode", "write": "decode", "decode": "decode"}.get(s["kind"])
         if device:
             s["begun"] = max(s["begun"], free[device, s["engine"]])
             free[device, s["engine"]] = s["ended"]

@@ -52,7 +52,7 @@ class Slot:
 
 class Cell:
     def __init__(self, *, prefill=(1,), decode=(1,), slots=2, chunk=4, steps=2, prefill_ahead=2, decode_ahead=2,
-                 batch=2, pair_bytes=1000, total_bytes=1000, max_queue=100, interleaved=False, choose=lambda options: options[0]):
+                 batch=2, pair_bytes=1000, total_bytes=1000, max_queue=100, local_length=0, interleaved=False, choose=lambda options: options[0]):
         """prefill, decode: processes of each engine. A position is 10 bytes. choose: what happens where anything may, of a
         list of options."""
         ids = iter(range(100))
@@ -62,10 +62,11 @@ class Cell:
         self.batch = batch
         self.ahead = {"prefill": prefill_ahead, "decode": decode_ahead}
         self.chunk_bytes = {b: 10 * b for b in self.buckets}
+        self.local_length = 0 if interleaved else local_length
         self.limits = {"pair": pair_bytes, "total": total_bytes}
         self.scheduler = Scheduler(prefill=self.prefill, decode=self.decode, interleaved=interleaved, slots=slots,
                                    buckets=self.buckets, reads=READS, steps=steps, prefill_ahead=prefill_ahead, decode_ahead=decode_ahead, batch=batch,
-                                   chunk_bytes=self.chunk_bytes, pair_bytes=pair_bytes, total_bytes=total_bytes, max_queue=max_queue)
+                                   chunk_bytes=self.chunk_bytes, pair_bytes=pair_bytes, total_bytes=total_bytes, max_queue=max_queue, local_length=local_length)
         self.dead, self.dropped = set(), set()
         self.requests, self.tokens, self.ended = {}, {}, {}   # by request id; ended: how
         self.started, self.sent_to = [], {}
@@ -125,7 +126,7 @@ class Cell:
         elif name == "tokens":
             self.unreported["decode", args[0]] -= 1
         if name in ("computed", "first"):
-            self.unreported["prefill", self.chunks[args[0]].p] -= 1
+            self.unreported[self._computes(self.chunks[args[0]])] -= 1
             self.scheduler.computed(args[0])
             for first in args[1] if name == "first" else ():
                 self.scheduler.first(*first)
@@ -186,7 +187,16 @@ class Cell:
     # Operations.
 
     def op_prefill(self, p, number, bucket, count, prompts):
-        requests = [request_id for request_id, *_ in prompts]
+        assert not self._whole_prompts(bucket, count, prompts, self.buckets[-1]) or not self._idle(), "a long prompt could have begun"
+        self._compute(p, number, [i for i, *_ in prompts], [len(tokens) for _, tokens, _ in prompts], bucket * count, 0, True)
+
+    def op_local(self, d, number, bucket, count, prompts):
+        assert bucket * count <= self._bucket(self.local_length), "more than the longest prompt would take"
+        self._whole_prompts(bucket, count, prompts, self.local_length)
+        self._compute(None, number, [i for i, *_ in prompts], [len(tokens) for _, tokens, _ in prompts], bucket * count, 0, True, d)
+
+    def _whole_prompts(self, bucket, count, prompts, longest):
+        """They begin; -> the requests that they pass, none of which is up to `longest` tokens long."""
         assert 1 <= len(prompts) <= count <= self.batch and bucket * count in self.buckets
         assert not any(n * bucket in self.buckets for n in range(len(prompts), count)), "more padding than needed"
         assert bucket == self._bucket(max(len(tokens) for _, tokens, _ in prompts))
@@ -194,10 +204,9 @@ class Cell:
             r = self.requests[request_id]
             assert tuple(tokens) == r.tokens and sampler == r.sampler
             passed = self._waiting()[:self._waiting().index(request_id)]
-            assert all(len(self.requests[i].tokens) > self.buckets[-1] for i in passed), "not first come, first served"
-            assert not passed or not self._idle(), "a long prompt could have begun"
+            assert all(len(self.requests[i].tokens) > longest for i in passed), "not first come, first served"
             self.started.append(request_id)
-        self._compute(p, number, requests, [len(tokens) for _, tokens, _ in prompts], bucket * count, 0, True)
+        return passed
 
     def op_chunk(self, p, number, request_id, tokens, start, read, last, sampler):
         r = self.requests[request_id]
@@ -214,15 +223,23 @@ class Cell:
         assert last == (start + len(tokens) == len(r.tokens)) and (last or len(tokens) == self.buckets[-1])
         self._compute(p, number, [request_id], [len(tokens)], self._bucket(len(tokens)), start, last)
 
-    def _compute(self, p, number, requests, lengths, positions, start, last):
-        assert ("prefill", p) not in self.dropped and number not in self.chunks and not self.ended.keys() & set(requests)
-        self.chunks[number] = Chunk(p, p if self.interleaved else None, requests, lengths, positions, start, last)
-        if self.interleaved:
-            self.sent_to |= dict.fromkeys(requests, p)
-        self.unreported["prefill", p] += 1
-        if not self.dead.intersection(self.prefill[p]):
+    def _compute(self, p, number, requests, lengths, positions, start, last, d=None):
+        """p: the prefill engine; None: decode engine d computes it."""
+        on = ("prefill", p) if d is None else ("decode", d)
+        assert on not in self.dropped and number not in self.chunks and not self.ended.keys() & set(requests)
+        where = p if self.interleaved else d
+        chunk = self.chunks[number] = Chunk(p, where, requests, lengths, positions, start, last)
+        if where is not None:
+            self.sent_to |= dict.fromkeys(requests, where)
+            chunk.arrived |= set(self.decode[where])
+        self.unreported[self._computes(chunk)] += 1
+        processes = self.prefill[p] if d is None else self.decode[d]
+        if not self.dead.intersection(processes):
             what = ("first", number, [[i, 1000 * i, []] for i in requests]) if last else ("computed", number)
-            self._report(("results", self.prefill[p][0]), *what)
+            self._report(("results", processes[0]), *what)
+
+    def _computes(self, chunk):
+        return ("local", chunk.d) if chunk.p is None else ("prefill", chunk.p)
 
     def op_transfer(self, number, p, d, bucket, request_id):
         chunk = self.chunks[number]
@@ -245,8 +262,7 @@ class Cell:
             assert len(chunk.requests) == 1 and chunk.positions == self._bucket(chunk.lengths[0])
         else:
             assert length >= max(chunk.lengths) and length * len(chunk.requests) <= chunk.positions and chunk.positions % length == 0
-        if not self.interleaved:
-            assert chunk.arrived == set(self.decode[d]), "written before all processes have it"
+        assert chunk.arrived == set(self.decode[d]), "written before all processes have it"
         assert slot.left == 0, "the slot is being decoded"
         if slot.request != request_id:
             assert slot.request is None or slot.request in self.ended, "the slot is another request's"
@@ -300,7 +316,7 @@ class Cell:
         chunk = self.chunks[number]
         assert not chunk.gone and all(i in chunk.written or i in self.ended for i in chunk.requests)
         chunk.gone = True
-        assert (self.interleaved or chunk.arrived == set(self.decode[chunk.d])
+        assert (chunk.arrived == set(self.decode[chunk.d])
                 or {("prefill", chunk.p), ("decode", chunk.d)} & self.dropped), "forgotten while it is on its way"
         for process in self.decode[chunk.d]:
             self.reports.pop(("arrived", process, number), None)  # the loop forgets it
@@ -363,7 +379,7 @@ class Cell:
 
     def _moving(self):
         """Chunks of which a living engine may still report the arrival."""
-        return [c for c in self.chunks.values() if not self.interleaved and not c.gone and c.arrived != set(self.decode[c.d])]
+        return [c for c in self.chunks.values() if not c.gone and c.arrived != set(self.decode[c.d])]
 
     def _bytes(self, p=None, d=None):
         """On their way: from p to d, or all."""
@@ -379,7 +395,7 @@ class Cell:
         for p in self._alive("prefill", self.prefill):
             assert self._in_flight(p) <= self.ahead["prefill"]
         for d in self._alive("decode", self.decode):
-            assert self.unreported["decode", d] <= self.ahead["decode"]
+            assert self.unreported["decode", d] <= self.ahead["decode"] and self.unreported["local", d] <= self.ahead["prefill"]
             assert all(self._bytes(p, d) <= self.limits["pair"] for p in self._alive("prefill", self.prefill))
         assert self._bytes() <= self.limits["total"]
 
@@ -392,6 +408,8 @@ class Cell:
         held = collections.Counter(self.sent_to[i] for i in running)
         able, begun, idle = self._able(), self._begun(), self._idle()
         free = [d for d in self._alive("decode", self.decode) if held[d] < len(self.slots[d])]
+        local = [d for d in free if self.local_length and self.unreported["local", d] < self.ahead["prefill"]]
+        assert not local or all(len(self.requests[i].tokens) > self.local_length for i in self._waiting()), f"{local} could prefill"
         next_ones = [(i, [(p, self.sent_to[i])], self.at[p][1]) for p, i in begun.items() if p in able]
         for i in self._waiting():
             if engines := able if len(self.requests[i].tokens) <= self.buckets[-1] else idle:

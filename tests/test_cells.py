@@ -41,11 +41,11 @@ def run_group(folder, cells, *, processes, devices, seconds):
 
 
 def mixed_requests():
-    """40 requests of mixed lengths, half of them sampling with parameters and seeds of their own, some with stop ids."""
+    """100 requests of mixed lengths, half of them sampling with parameters and seeds of their own, some with stop ids."""
     rng = random.Random(7)
     goldens = golden.load()
     requests = []
-    for i in range(40):
+    for i in range(100):
         ids = rng.choice(goldens)["prompt_ids"]
         sampling = [{"temperature": 0}, {"temperature": 1.0, "seed": i}, {"temperature": 0.7, "top_p": 0.9, "seed": 2**40 + i},
                     {"temperature": 1.3, "top_k": 12, "top_p": 0.95, "seed": i}][i % 4]
@@ -69,6 +69,7 @@ FOUR = {
     "two processes to one, tp 4 to 2": (disaggregated((1, 2, 4), (2, 1, 2)), GOLDENS),
     "solo": (SOLO, mixed_requests()),
     "2 prefill 2 decode": (disaggregated((2, 1, 1), (2, 1, 1)) | READS, mixed_requests()),
+    "2 prefill 2 decode, short ones where they are decoded": (disaggregated((2, 1, 1), (2, 1, 1)) | {"decode.prefill_up_to": 32}, mixed_requests()),
     "4 interleaved": (interleaved(4, 1, 1), mixed_requests()),
 }
 
@@ -128,9 +129,9 @@ def test_goldens_over_processes(four, name):
     check_goldens(four[name])
 
 
-@pytest.mark.parametrize("name", ["2 prefill 2 decode", "4 interleaved"])
+@pytest.mark.parametrize("name", [name for name in FOUR if "2 prefill" in name] + ["4 interleaved"])
 def test_each_equals_its_solo_run(four, name):
-    """40 mixed requests over 4 slots an engine: each has the tokens of its run alone, sampling included."""
+    """100 mixed requests over 4 slots an engine: each has the tokens of its run alone, sampling included."""
     for i, (alone, got) in enumerate(zip(four["solo"], four[name], strict=True)):
         assert_same_tokens(alone, got, f"request {i}")
         assert got["finish_reason"] == alone["finish_reason"] or got["token_ids"] != alone["token_ids"]

@@ -205,6 +205,7 @@ def test_limits():
     ({"decode.steps": -1}, "config.decode.steps must be at least 1, got -1"),
     ({"prefill.ahead": 0}, "config.prefill.ahead must be at least 1, got 0"),
     ({"prefill.batch": 0}, "config.prefill.batch must be at least 1, got 0"),
+    ({"decode.prefill_up_to": 513}, r"config.decode.prefill_up_to must be from 0 to config.chunk \(512\), got 513"),
     ({"max_queue": 0}, "config.max_queue must be at least 1, got 0"),
     ({"decode.ahead": 0}, "config.decode.ahead must be at least 1, got 0"),
     ({"top_logits": -1}, "config.top_logits must not be negative, got -1"),

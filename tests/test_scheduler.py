@@ -305,6 +305,70 @@ def test_free_engines_share_short_prompts():
     assert prefills(cell) == [(0, 0), (0, 1), (1, 2), (1, 3)]
 
 
+def locals_of(cell):
+    """(decode engine, its requests) of what is computed where it is decoded."""
+    return [(op[1], [i for i, *_ in op[5]]) for op in cell.ops if op[0] == "local"]
+
+
+def test_short_prompts_where_they_are_decoded():
+    """Up to the length nothing is sent; a longer one goes the usual way. Together no more than one of that length would take."""
+    cell = Cell(decode=(1, 2), slots=8, local_length=2, batch=2)
+    cell.submit(request(0, length=2), request(1, length=3), request(2, length=1), request(3, length=2))
+    cell.run("none")
+    assert locals_of(cell) == [(0, [0]), (1, [2]), (0, [3])]
+    assert prefills(cell) == [(0, 1)] and names(cell.ops).count("transfer") == 1
+    cell.finish()
+    assert set(cell.ended.values()) == {"length"}
+
+
+def test_short_prompts_of_a_decode_engine_that_has_enough_are_sent():
+    cell = Cell(slots=8, local_length=4, prefill_ahead=1, batch=1)
+    cell.submit(request(0, length=4), request(1, length=4), request(2, length=4))
+    cell.run("none")
+    assert locals_of(cell) == [(0, [0])] and prefills(cell) == [(0, 1)]
+
+
+def test_short_prompts_where_they_are_decoded_pass_those_that_wait_for_a_prefill_engine():
+    cell = Cell(slots=8, local_length=2, prefill_ahead=1)
+    cell.submit(request(0, length=12), request(1, length=12), request(2, length=4), request(3, length=2))
+    cell.run("none")
+    assert prefills(cell) == [(0, 0)] and locals_of(cell) == [(0, [3])]
+    cell.finish()
+
+
+def test_a_decode_engine_that_prefills_is_lost():
+    """Who is computed or decoded there ends with an error, the others go on."""
+    cell = Cell(decode=(1, 1), slots=4, local_length=2)
+    cell.submit(request(0, length=2), request(1, length=2))
+    cell.plan()
+    cell.lose("decode", 1)
+    cell.submit(request(2, length=2), request(3, length=2))
+    cell.finish()
+    assert [cell.ended[i].split(":")[0] for i in range(4)] == ["length", "error", "length", "length"]
+    assert {d for d, _ in locals_of(cell)[2:]} == {0}
+
+
+@MODES
+def test_steps_of_a_call(interleaved):
+    """Several while nobody is about to join, one while somebody is and when fewer are left."""
+    cell = Cell(interleaved=interleaved, slots=4, steps=3, decode_ahead=1, prefill_ahead=1)
+    steps = lambda: [op[3] for op in cell.ops if op[0] == "decode"]
+    cell.submit(request(0, length=2, max_tokens=9))
+    cell.finish()
+    assert steps() == [3, 3, 1, 1]
+    cell.ops.clear()
+    cell.submit(request(1, length=2, max_tokens=50))
+    cell.run("arrived")
+    cell.submit(request(2, length=9, max_tokens=50))
+    while 2 not in [s.request for s in cell.slots[0] if s.left]:
+        if not cell.plan():
+            cell.deliver(cell.waiting_reports("results", "arrived")[0])
+    joined = len(steps())
+    assert steps()[0] == 3 and 1 in steps()
+    cell.finish()
+    assert steps()[joined] == 3
+
+
 @pytest.mark.parametrize("how", ["cancel", "corrupt"])
 def test_prompts_that_were_computed_together(how):
     """One is cancelled on the way: the other goes on. Wrong values end both."""
@@ -551,7 +615,7 @@ def cells(draw):
     choose = lambda options: draw(st.sampled_from(list(options)))
     sizes = st.lists(st.integers(1, 2), min_size=1, max_size=3)
     return Cell(prefill=draw(sizes), decode=draw(sizes), slots=draw(st.integers(1, 3)), steps=draw(st.integers(1, 3)),
-                prefill_ahead=draw(st.integers(1, 3)), decode_ahead=draw(st.integers(1, 3)), batch=draw(st.integers(1, 2)), interleaved=draw(st.booleans()),
+                prefill_ahead=draw(st.integers(1, 3)), decode_ahead=draw(st.integers(1, 3)), batch=draw(st.integers(1, 2)), local_length=draw(st.integers(0, 4)), interleaved=draw(st.booleans()),
                 pair_bytes=draw(st.integers(40, 100)), total_bytes=draw(st.integers(40, 200)),
                 choose=choose)
 
