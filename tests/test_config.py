@@ -179,7 +179,7 @@ def limits(**fields):
 
 def test_limits():
     """The defaults fit; one bucket is enough; chunks may fill the cache exactly."""
-    assert limits() == Limits(2048, (64, 128, 256, 512), (512, 2048), 8, 4, 2, 2, 2**30, 2**32, 1000, 8, 0)
+    assert limits() == Limits(2048, (64, 128, 256, 512), (512, 2048), 8, 4, 2, 2, 2**30, 2**32, 1000, 8, 0, 0)
     assert limits(reads=()).reads == (2048,)
     assert limits(reads=(256, 1024, 2048, 4096)).reads == (256, 1024, 2048)  # what reaches over the cache is all of it
     assert limits(**{"cache_length": 512, "buckets": (512,)}).buckets == (512,)
