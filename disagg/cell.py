@@ -45,10 +45,10 @@ class Limits:
                             "prefill.batch": self.batch}.items():
             if value < 1:
                 raise ValueError(f"config.{name} must be at least 1, got {value}")
-        if not 0 <= self.local_length <= self.buckets[-1]:
-            raise ValueError(f"config.decode.prefill_up_to must be from 0 to config.chunk ({self.buckets[-1]}), got {self.local_length}")
         if list(self.buckets) != sorted(set(self.buckets)) or not self.buckets or self.buckets[0] < 1:
             raise ValueError(f"config.buckets must be ascending and positive, got {self.buckets}")
+        if not 0 <= self.local_length <= self.buckets[-1]:
+            raise ValueError(f"config.decode.prefill_up_to must be from 0 to config.chunk ({self.buckets[-1]}), got {self.local_length}")
         if list(self.reads) != sorted(set(self.reads)) or self.reads[0] < 1:
             raise ValueError(f"config.reads must be ascending and positive, got {self.reads[:-1]}")
         if self.cache_length % self.buckets[-1]:

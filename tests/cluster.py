@@ -51,7 +51,7 @@ class Cluster:
 
 
 def job(folder, cases, *, processes, devices, start=None, base=("tiny",)):
-    """A Cluster of tests.worker processes that run these cases: [{"name", "config", "requests" or "soak", "faults"}].
+    """A Cluster of tests.worker processes that run these cases: [{"name", "config", "requests" or "front", "faults"}].
 
     base: module of configs, and its variant if it has any.
     """

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from disagg import chunk as chunks
-from disagg import decode, leader, sharding, transfer
+from disagg import decode, leader, prefill, sharding, transfer
 
 
 @contextlib.contextmanager
@@ -155,10 +155,22 @@ def slow_decode(seconds):
     """Every decode call takes so much longer."""
     run = decode.DecodeEngine.run
 
-    def patched(self, read):
+    def patched(self, read, steps):
         time.sleep(seconds)
-        return run(self, read)
+        return run(self, read, steps)
     return mock.patch.object(decode.DecodeEngine, "run", patched)
+
+
+def slow_prefill(seconds):
+    """Every chunk and every call for short prompts takes so much longer."""
+    run, run_prompts = prefill.PrefillEngine.run, prefill.PrefillEngine.run_prompts
+    stack = contextlib.ExitStack()
+    for name, original in {"run": run, "run_prompts": run_prompts}.items():
+        def patched(self, *args, original=original):
+            time.sleep(seconds)
+            return original(self, *args)
+        stack.enter_context(mock.patch.object(prefill.PrefillEngine, name, patched))
+    return stack
 
 
 def shift_kv(by):

@@ -142,6 +142,25 @@ def test_no_free_slot_for_long(tmp_path, solo):
         assert_same_tokens(alone, answer)
 
 
+def test_slow_engines_get_less_work(tmp_path, solo):
+    """Of two prefill engines, then of two decode engines, one takes ten times as long: all answers are right, the other does most."""
+    config = TWO_PREFILL | {"decode.engines": 2}
+    cases = [{"name": "prefill", "config": config | {"decode.slots": 8}, "requests": requests(12, tokens=2) * 4, "faults": [["slow_prefill", 0, 0.1]]},
+             {"name": "decode", "config": config, "requests": requests(12) * 3, "faults": [["slow_decode", 2, 0.05]]}]
+    with cluster.job(tmp_path, cases, processes=4, devices=1) as job:
+        codes = job.wait(180)
+        log = job.text(0, lines=5000)
+    assert codes == [0] * 4, log
+    for name in ("prefill", "decode"):
+        for answer in cluster.answers(tmp_path, name):
+            alone, made = solo[answer["index"] % 12], len(answer["token_ids"])
+            assert_same_tokens(alone | {key: alone[key][:made] for key in ("token_ids", "top_logits")}, answer)
+    prefill, decode = log.split("compiled, and")[1:]
+    for part, what in ((prefill, "prefill on prefill"), (decode, "insert on decode")):
+        slow, fast = (part.count(f"{what} {i} ") for i in range(2))
+        assert 1 <= slow <= 0.7 * fast, (what, slow, fast)
+
+
 def test_shifted_kv_is_not_equal(tmp_path, solo):
     """An off-by-one in the KV's position turns the comparison red."""
     codes, text = run(tmp_path, START, processes=2, faults=[["shift_kv", None, 1]])

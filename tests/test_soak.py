@@ -15,10 +15,10 @@ CONFIG = {"chunk": 16, "buckets": [16], "reads": [], "decode.slots": 4, "decode.
 PROCESSES = 3
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_nothing_is_left(tmp_path, count):
     """Every request ends as it should; arrays, memory and keys do not grow; at the end the store is empty."""
-    case = {"name": "soak", "config": CONFIG, "soak": {"count": count, "width": 24, "cancel": 0.5, "patience_s": 0.1, "longest": 100}}
+    case = {"name": "soak", "config": CONFIG, "front": ["soak", {"count": count, "width": 24, "cancel": 0.5, "patience_s": 0.1, "longest": 100}]}
     with cluster.job(tmp_path, [case], processes=PROCESSES, devices=1) as job:
         codes = job.wait(60 + count / 10)
         assert codes == [0] * PROCESSES, job.text()

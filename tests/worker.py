@@ -3,9 +3,9 @@
   python -m tests.worker SPEC.json PROCESS_ID
 
 SPEC: {"coordinator", "num_processes", "cpu_devices", "base" (module of configs, its variant or none), "start" (config
-overrides for joining), "cases": [{"name", "config" (overrides), "input", "output" (paths), "faults": [[name, ...]], "soak" (arguments of
-tests.soak.Soak)}]}. A soak takes the place of the requests, and every process writes its samples to output + ".watch" + its
-number. A case's end is written by process 0 to output + ".end". Runs the program's own code; only the reading of device memory is
+overrides for joining), "cases": [{"name", "config" (overrides), "input", "output" (paths), "faults": [[name, ...]], "front" (name,
+arguments)}]}. A front end of FRONTS takes the place of the requests, and every process writes its samples to output + ".watch" +
+its number. A case's end is written by process 0 to output + ".end". Runs the program's own code; only the reading of device memory is
 watched, and faults are put in where asked.
 """
 
@@ -22,7 +22,9 @@ from absl import logging
 from disagg import compilation_cache, topology
 from launch import program
 from launch.batch import Batch
-from tests import faults, host_reads, soak
+from tests import cancels, faults, host_reads, soak
+
+FRONTS = {"soak": soak.Soak, "cancels": cancels.Cancels}
 
 
 def run(spec, process):
@@ -36,8 +38,9 @@ def run(spec, process):
         config = configured(spec["base"], spec.get("start", {}) | case["config"])
         topo = topology.build(config, jax.devices(), process)
         client, front, watch = topology.coordination_client(), functools.partial(Batch, case["input"], case["output"]), None
-        if "soak" in case:
-            front = lambda *_: soak.Soak(case["output"], **case["soak"])
+        if "front" in case:
+            kind, arguments = case["front"]
+            front = lambda *_: FRONTS[kind](case["output"], **arguments)
             watch = soak.Watch(f"{case['output']}.watch{process}", client, case["name"], process)
         with faults.injected(case.get("faults", []), process), watch or contextlib.nullcontext():
             error = program.serve(config, front, topo, client=client, name=case["name"])
