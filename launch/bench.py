@@ -9,9 +9,12 @@ a process of its own where that is installed (the extra goldens).
   decode_bandwidth  GB/s of weights and cache in use that these steps read; peer: memory_bandwidth
   prefill           tokens/s of one prompt, up to its first token; peer: transformers
 
-loop: the cost of the ordered log with 4 processes on this machine (2 prefill and 2 decode engines, the tiny model).
+loop: the cost of the ordered log, with 4 processes on this machine (2 prefill and 2 decode engines, the tiny model) and with one
+(interleaved, the tiny model and SmolLM2-135M in float32 with random weights).
   empty_plans   plans/s that all processes read; peer: keys/s that process 0 alone writes to the key-value store
   decode_plans  plans/s of one decode step while every slot decodes; peer: steps/s of the decode engines' bare program
+  decode_steps  steps/s while every slot decodes; peer: the same
+  idle_cpu      % of a core that a process uses while nothing is asked; the values are those of the processes
 
 transfer: chunks of 64 KiB to 1 GiB (or --sizes) between two engines of CPU processes on this machine, by devices of each
 process on either side (1 to 1, 2 to 2, 1 to 2, 2 to 1, and two processes of one device to two). From the source's call until
