@@ -41,7 +41,7 @@ def run_group(folder, cells, *, processes, devices, seconds):
 
 
 def mixed_requests():
-    """100 requests of mixed lengths, half of them sampling with parameters and seeds of their own, some with stop ids."""
+    """100 requests of mixed lengths, three of which fill the cache, half of them sampling with parameters and seeds of their own, some with stop ids."""
     rng = random.Random(7)
     goldens = golden.load()
     requests = []
@@ -50,6 +50,9 @@ def mixed_requests():
         sampling = [{"temperature": 0}, {"temperature": 1.0, "seed": i}, {"temperature": 0.7, "top_p": 0.9, "seed": 2**40 + i},
                     {"temperature": 1.3, "top_k": 12, "top_p": 0.95, "seed": i}][i % 4]
         requests.append({"prompt": ids[:rng.randint(1, len(ids))], "max_tokens": rng.randint(1, 60), "ignore_eos": i % 3 > 0, **sampling})
+    for i, length in ((20, 255), (60, 192), (80, 200)):  # with the new tokens all of the cache
+        ids = (goldens[i % len(goldens)]["prompt_ids"] * 256)[:length]
+        requests[i] |= {"prompt": ids, "max_tokens": 256 - length}
     return requests
 
 
