@@ -111,6 +111,10 @@ class Metrics:
         """A metric's value now, by the name and labels with which it is exposed; from any thread."""
         return self.registry.get_sample_value(name, {key: str(value) for key, value in labels.items()})
 
+    def values(self, name, label):
+        """{value of its one label: the metric's value now}; from any thread."""
+        return {s.labels[label]: s.value for family in self.registry.collect() for s in family.samples if s.name == name}
+
     # Requests. Those that have ended are ignored.
 
     def submitted(self, request_id, life):
