@@ -21,7 +21,7 @@ def table(ends, lives, metrics, seconds, new_tokens):
     rows.append(("tokens", f"{sum(life.prompt for life in lives if life.begun is not None):,} of prompts, {new_tokens:,} new"
                  + (f" and {made - new_tokens:,} after a stop string or before an error" if made > new_tokens else "")
                  + f", {new_tokens / seconds:,.1f} new ones/s"))
-    heads = "".join(f"{f'p{q}':>11}" for q in PERCENTILES)
+    heads = "".join(f"{f'p{q}':>14}" for q in PERCENTILES)
     times = {"first token": [life.ttft for life in lives if life.first is not None],
              "between tokens": [gap for life in lives for gap in life.gaps],
              "a token": [life.tpot for life in lives if life.tokens > 1],
@@ -30,7 +30,7 @@ def table(ends, lives, metrics, seconds, new_tokens):
         rows.append(("", heads))
     for name, values in times.items():
         if values:
-            rows.append((name, "".join(f"{1e3 * percentile(values, q):>8,.1f} ms" for q in PERCENTILES)))
+            rows.append((name, "".join(f"{1e3 * percentile(values, q):>11,.1f} ms" for q in PERCENTILES)))
     stages = {stage: [s for life in lives if (s := life.stages()[stage]) is not None] for stage in STAGES}
     if any(stages.values()):
         rows.append(("stages, p50", ", ".join(f"{stage} {1e3 * percentile(values, 50):,.1f} ms" for stage, values in stages.items() if values)))
