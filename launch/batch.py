@@ -47,8 +47,8 @@ class Batch:
         self._room = threading.Semaphore(leader.max_queue)  # no more at once than may wait: none is refused
         self._lives, self._ends, self._new_tokens, began = [], [], 0, time.monotonic()
         asking = threading.Thread(target=self._ask, args=(leader,), name="requests", daemon=True)
-        asking.start()
         with Progress(len(self._lines), leader.metrics) as progress:
+            asking.start()
             self._write(leader, progress)
         asking.join()  # else the last life may not be there
         text = summary.table(self._ends, self._lives, leader.metrics, time.monotonic() - began, self._new_tokens)
