@@ -14,6 +14,7 @@ from disagg.control import Control, ControlError
 from disagg.decode import DecodeEngine
 from disagg.leader import Leader
 from disagg.loop import Loop, Stopped
+from disagg.metrics import Metrics
 from disagg.prefill import PrefillEngine
 from disagg.scheduler import Scheduler, batch_sizes, read_length
 from disagg.stages import Stages
@@ -131,7 +132,8 @@ def _lead(config, topology, limits, form, control, loop, front):
     chunk_bytes = {bucket: form.bytes(bucket) for bucket in limits.buckets}
     scheduler = limits.scheduler([e.processes for e in topology.prefill], [e.processes for e in topology.decode],
                                  topology.mode == "interleaved", chunk_bytes)
-    leader = Leader(control, scheduler, Stages(topology, chunk_bytes, form.row_bytes), max_queue=limits.max_queue,
+    metrics = Metrics(scheduler, control, len(topology.decode))
+    leader = Leader(control, scheduler, Stages(topology, chunk_bytes, form.row_bytes, metrics), metrics, max_queue=limits.max_queue,
                     deadline_s=config.control.deadline_s, stall_s=config.control.stall_s)
     leader.start()
     front_end = threading.Thread(target=_run_front, args=(front, leader), name="front end", daemon=True)

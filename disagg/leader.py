@@ -10,11 +10,14 @@ import time
 
 from absl import logging
 
+from disagg.metrics import Life
+
 
 class Leader:
-    def __init__(self, control, scheduler, stages, *, max_queue, deadline_s, stall_s):
+    def __init__(self, control, scheduler, stages, metrics, *, max_queue, deadline_s, stall_s):
         """max_queue: requests that may wait. deadline_s: for an arrival, once its chunk is computed. stall_s: for computing a chunk or a decode call."""
         self._control, self._scheduler, self._stages = control, scheduler, stages
+        self.metrics = metrics
         self._deadline_s, self._stall_s = deadline_s, stall_s
         self.max_queue = max_queue
         self._idle_s = deadline_s / 5            # an empty plan is published at least this often, as a sign of life
@@ -46,12 +49,14 @@ class Leader:
 
     def submit(self, request, handler):
         """handler(kind, *details): ("tokens", ids, bests), then once ("finish", reason), ("error", message) or, if the queue
-        has no room for it, ("refused", message)."""
-        self._command(self._submit, request, handler)
+        has no room for it, ("refused", message). -> the request's metrics.Life."""
+        life = Life(len(request.tokens), time.monotonic())
+        self._command(self._submit, request, handler, life)
+        return life
 
-    def cancel(self, request_id):
-        """No more calls of its handler follow once the leader has seen this."""
-        self._command(self._cancel, request_id)
+    def cancel(self, request_id, how="cancelled"):
+        """No more calls of its handler follow once the leader has seen this. how: what it counts as, one of metrics.ENDS."""
+        self._command(self._cancel, request_id, how)
 
     def stop(self, error=None):
         """End the cell; pending requests get an error."""
@@ -80,7 +85,8 @@ class Leader:
             with self._ending:
                 self._ended = True
             self._take_commands()
-            for handler in self._handlers.values():
+            for request_id, handler in self._handlers.items():
+                self.metrics.ended(request_id, "error", time.monotonic())
                 handler("error", self._why_ended())
 
     def _why_ended(self):
@@ -111,19 +117,22 @@ class Leader:
                 self._control.publish(ops)
                 published = time.monotonic()
                 self._stages.planned(ops)
+                self.metrics.published()
             self._hand_out()
             # With something planned there may be more to plan at once; else the next report decides.
             timeout = 0 if ops else self._idle_s
             if (end := self._scheduler.next_timeout) is not None:
                 timeout = min(timeout, max(0.0, end - time.monotonic()))
 
-    def _submit(self, request, handler):
+    def _submit(self, request, handler, life):
         self._handlers[request.id] = handler
+        self.metrics.submitted(request.id, life)
         logging.info("request %d: %d prompt tokens, up to %d new ones", request.id, len(request.tokens), request.max_tokens)
-        self._scheduler.submit(request, time.monotonic())
+        self._scheduler.submit(request, life.submitted)
 
-    def _cancel(self, request_id):
+    def _cancel(self, request_id, how="cancelled"):
         self._handlers.pop(request_id, None)
+        self.metrics.ended(request_id, how, time.monotonic())
         self._scheduler.cancel(request_id)
 
     def _end(self, error):
@@ -132,10 +141,13 @@ class Leader:
 
     def _hand_out(self):
         events, self._scheduler.events = self._scheduler.events, []
+        now = time.monotonic()
+        self.metrics.made(events, now)
         for kind, request_id, *details in events:
             handler = self._handlers.get(request_id)
             if kind != "tokens":
                 self._handlers.pop(request_id, None)
+                self.metrics.ended(request_id, details[0] if kind == "finish" else kind, now)
             if handler:
                 handler(kind, *details)
         if self._scheduler.broken and not self._scheduler.pending:
@@ -187,8 +199,8 @@ class Leader:
         logging.error("transfer %d: %s", number, why)
         self._scheduler.corrupt(number, f"transfer {number}: {why}")
 
-    def on_tokens(self, process, d, rows, bests):
-        self._stages.tokens(d)
+    def on_tokens(self, process, d, rows, bests, idle, busy):
+        self._stages.tokens(d, idle, busy)
         self._scheduler.tokens(d, rows, bests)
 
     def on_broken(self, process, role, index, why):

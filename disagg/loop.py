@@ -20,7 +20,8 @@ The reports:
   ["computed", number]  ["first", number, [[request, token, best], ...]]   from the leader of the engine that computed it
   ["arrived", number, error, tokens]                              from every process of the receiving engine
   ["corrupt", number, why]                                        before it, if the values are not those that were sent
-  ["tokens", d, rows, bests]                                      from a decode engine's leader
+  ["tokens", d, rows, bests, idle, busy]                          from a decode engine's leader: of a call; since the call before it
+                                                                  the device had so many seconds nothing to do, and something
   ["broken", role, index, why]                                    an engine's computation failed
   ["out_of_step", why]                                            a transfer brought what another one should have
   ["chain", plan, hashes]                                         debug: what this process had executed and issued after each
@@ -69,6 +70,8 @@ class Loop:
         self._running = True
         self._chain = hashlib.blake2b(digest_size=8)
         self._results = queue.SimpleQueue()         # (what to report, arrays to read for it, what to trace)
+        self._used = [0.0, 0.0]                     # seconds without and with something to compute, since the last decode call
+        self._done_at = now()                       # when the latest result was read
 
     def run(self):
         """Until the log says stop. Raises Stopped if for a failure, ControlError if the log ends."""
@@ -233,7 +236,8 @@ class Loop:
             what, arrays, (kind, engine, begun, details) = item
             try:
                 first, *best = (np.asarray(a).tolist() for a in arrays)  # of a call or of a chunk's ticket
-                self._trace.span(kind, engine, begun, now(), **details)
+                self._note_use(begun, ended := now())
+                self._trace.span(kind, engine, begun, ended, **details)
             except jax.errors.JaxRuntimeError as e:
                 role = "prefill" if kind == "prefill" else "decode"
                 self._control.report("broken", role, self._d if role == "decode" else self._p, str(e).splitlines()[0])
@@ -241,12 +245,20 @@ class Loop:
             if what is None:
                 continue
             if what[0] == "tokens":
-                self._control.report(*what, first, [[list(zip(i, v)) for i, v in zip(*step)] for step in zip(*best)])
+                self._control.report(*what, first, [[list(zip(i, v)) for i, v in zip(*step)] for step in zip(*best)],
+                                     *(round(seconds, 6) for seconds in self._used))
+                self._used = [0.0, 0.0]
             elif what[0] == "first":
                 bests = zip(*best)  # of each prompt: ids, scores
                 self._control.report("first", what[1], [[request, token, list(zip(*of))] for request, token, of in zip(what[2], first[2:], bests)])
             else:
                 self._control.report(*what)
+
+    def _note_use(self, begun, ended):
+        """Results come in the order of dispatch: what was dispatched after the result before was read found the device idle."""
+        self._used[0] += max(0.0, begun - self._done_at)
+        self._used[1] += max(0.0, ended - max(begun, self._done_at))
+        self._done_at = ended
 
 
 def _to_host(*arrays):

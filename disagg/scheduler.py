@@ -128,6 +128,7 @@ class Scheduler:
         self._interleaved, self._buckets, self._chunk, self._reads = interleaved, buckets, buckets[-1], reads
         self._batch_sizes = batch_sizes(buckets, batch)
         self._steps, self._prefill_ahead, self._decode_ahead = steps, prefill_ahead, decode_ahead
+        self._slots = slots
         self._queue, self._max_queue = Waiting(self._chunk), max_queue
         self._timeouts = []                     # heap of (when, request id)
         self._running = {}                      # request id -> _Sequence
@@ -184,6 +185,19 @@ class Scheduler:
     def pending(self):
         """Request ids queued or running."""
         return [r.id for r in self._queue] + list(self._running)
+
+    @property
+    def queued(self):
+        return len(self._queue)
+
+    @property
+    def running(self):
+        return len(self._running)
+
+    @property
+    def slots(self):
+        """Of each decode engine (slots that are reserved or active, all)."""
+        return [(self._slots - len(e.free), self._slots) for e in self._decode]
 
     # Reports.
 

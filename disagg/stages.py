@@ -1,4 +1,5 @@
-"""The life of every chunk and decode call, as process 0 sees it: log lines of the stages, and what is overdue.
+"""The life of every chunk and decode call, as process 0 sees it: log lines of the stages, what is overdue, and what the metrics of
+requests are made of.
 
 All times are on process 0's clock, taken when it plans an operation or gets a report.
 """
@@ -28,45 +29,53 @@ class _Chunk:
 
 
 class Stages:
-    def __init__(self, topology, chunk_bytes, row_bytes):
-        """chunk_bytes: what a chunk of each bucket moves. row_bytes: what one position of the cache takes."""
-        self._topology, self._bytes, self._row_bytes = topology, chunk_bytes, row_bytes
+    def __init__(self, topology, chunk_bytes, row_bytes, metrics):
+        """chunk_bytes: what a chunk of each bucket moves. row_bytes: what one position of the cache takes. metrics: metrics.Metrics."""
+        self._topology, self._bytes, self._row_bytes, self._metrics = topology, chunk_bytes, row_bytes, metrics
         self._moved = collections.Counter()            # chunks, bytes; rows: prompt positions; padded: positions with padding
         self._chunks = {}                              # number -> _Chunk, until it is discarded and computed
         self._free_at = collections.defaultdict(float)  # engine -> when it had computed its latest chunk
-        self._calls = [collections.deque() for _ in topology.decode]  # when each unreported decode call was planned
+        self._calls = [collections.deque() for _ in topology.decode]  # each unreported decode call: (when planned, whether slots were active since the last)
 
     def planned(self, ops):
         now = time.monotonic()
         for name, *args in ops:
             if name in ("prefill", "local"):
                 index, number, _, _, prompts = args
-                self._chunks[number] = _Chunk(index if name == "prefill" else None, index, tuple(request for request, *_ in prompts), sum(len(tokens) for _, tokens, _ in prompts), None, now)
+                self._begin(_Chunk(index if name == "prefill" else None, index, tuple(request for request, *_ in prompts),
+                                   sum(len(tokens) for _, tokens, _ in prompts), None, now), number)
             elif name == "chunk":
                 p, number, request, tokens, *_ = args
-                self._chunks[number] = _Chunk(p, p, (request,), len(tokens), None, now)
+                self._begin(_Chunk(p, p, (request,), len(tokens), None, now), number)
             elif name == "transfer":
                 number, p, d, bucket, _ = args
                 chunk = self._chunks[number]
                 chunk.d, chunk.bucket, chunk.waiting = d, bucket, set(self._topology.decode[d].processes)
                 self._moved.update(chunks=1, bytes=self._bytes[bucket], rows=chunk.tokens, padded=bucket)
+                self._metrics.moved(chunk.requests, self._bytes[bucket])
             elif name == "write":
                 d, number, index, _, slot, start, activation = args
                 chunk = self._chunks[number]
                 end = activation[0] if activation else start + chunk.tokens
                 logging.info("insert on %s: request %d, slot %d, positions %d to %d", self._topology.decode[d].name,
                              chunk.requests[index], slot, start, end - 1)
+                if activation:
+                    self._metrics.activated(chunk.requests[index], d, now)
             elif name == "discard":
                 if args[0] in self._chunks:  # unless its engine is lost
                     self._chunks[args[0]].done = True
                     self._forget(args[0])
             elif name == "decode":
-                self._calls[args[0]].append(now)
+                self._calls[args[0]].append((now, self._metrics.decoding_on(args[0])))
             elif name == "drop":
                 role, index, _ = args
                 if role == "decode":
                     self._calls[index].clear()
                 self._chunks = {n: c for n, c in self._chunks.items() if index != (c.p if role == "prefill" else c.d)}
+
+    def _begin(self, chunk, number):
+        self._chunks[number] = chunk
+        self._metrics.begun(chunk.requests, chunk.planned)
 
     def computed(self, number):
         chunk = self._chunks.get(number)
@@ -76,6 +85,7 @@ class Stages:
         engine = self._topology.decode[chunk.d].name if chunk.p is None else self._topology.prefill[chunk.p].name
         seconds = now - max(chunk.planned, self._free_at[engine])
         self._free_at[engine] = now
+        self._metrics.computed(chunk.requests, now)
         logging.info("prefill on %s: %s, %d tokens, %.1f ms", engine, chunk.what, chunk.tokens, seconds * 1e3)
         self._forget(number)
 
@@ -89,12 +99,16 @@ class Stages:
         if error:
             logging.error("%s, %d bytes, failed: %s", way, size, error)
         elif not chunk.waiting:
-            seconds = max(time.monotonic() - (chunk.computed or chunk.planned), 1e-6)
+            now = time.monotonic()
+            self._metrics.arrived(chunk.requests, now)
+            seconds = max(now - (chunk.computed or chunk.planned), 1e-6)
             logging.info("%s, %d bytes, %.1f ms, %.3f GB/s", way, size, seconds * 1e3, size / seconds / 1e9)
 
-    def tokens(self, d):
+    def tokens(self, d, idle, busy):
+        """A decode call's result; idle, busy: see loop.py. No time of a device counts as idle in which nothing was to be decoded."""
         if self._calls[d]:
-            self._calls[d].popleft()
+            _, decoding = self._calls[d].popleft()
+            self._metrics.called(d, idle if decoding else 0.0, busy)
 
     def moved(self):
         """What all transfers so far have moved, beside the least: the cache's rows of the prompts' own positions. A line."""
@@ -116,7 +130,7 @@ class Stages:
                 late.append(("prefill", chunk.p, f"transfer {number} of {chunk.what} {self._way(chunk)} did not arrive at "
                              f"processes {sorted(chunk.waiting)} within {arrival_s:.0f} s"))
         for d, calls in enumerate(self._calls):
-            if calls and now - calls[0] > compute_s:
+            if calls and now - calls[0][0] > compute_s:
                 late.append(("decode", d, f"a decode call was not computed within {compute_s:.0f} s"))
         return late
 

@@ -124,7 +124,7 @@ class Chat:
             else:
                 end = details[0] if kind == "finish" else kind
         if end == "interrupt" or stream.stopped:
-            leader.cancel(prepared.id)
+            leader.cancel(prepared.id, "stop" if stream.stopped else "cancelled")
         rest = stream.finish()
         _write(rest + "\n" if stream.text or end != "error" else "")
         if end == "error":

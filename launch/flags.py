@@ -7,7 +7,7 @@ from ml_collections import config_flags
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]; override with --config.x.y=z")
 MODE = flags.DEFINE_enum("mode", "batch", ["batch", "chat"], "batch: one request a line of --input, one answer a line of "
-                         "--output; chat: a conversation at process 0's terminal, or through its standard input and output")
+                         "--output, progress and a summary on standard error; chat: a conversation at process 0's terminal, or through its standard input and output")
 INPUT = flags.DEFINE_string("input", None, "batch: JSON Lines file of requests in OpenAI's field names; '-' is standard "
                             "input")
 OUTPUT = flags.DEFINE_string("output", None, "batch: JSON Lines file of answers, in the order of the input; '-' is standard "

@@ -5,8 +5,9 @@
 
 It takes the flags of launch.main, gives every process its number, the address of process 0 and its CPU devices, and
 ends all of them when one fails. Process 0 has the standard input and output; the lines of the others, and all logs,
-come on standard error with the process's number before them. In chat mode process 0 has the standard error and Ctrl-C as
-well; should it not react any more, three Ctrl-C within two seconds or one Ctrl-\\ end everything.
+come on standard error with the process's number before them. Where that is a terminal process 0 has it itself, for its
+progress bar, and its lines have no number. In chat mode it always has it, and Ctrl-C as well; should it not react any
+more, three Ctrl-C within two seconds or one Ctrl-\\ end everything.
 """
 
 import os
@@ -45,7 +46,7 @@ def main(argv):
     chat = launch_flags.MODE.value == "chat"
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"} if chat else {}  # XLA's warnings stay out of the conversation
     return supervise.run(commands, env={**quiet, **os.environ, "JAX_PLATFORMS": "cpu"}, keep_going=_KEEP_GOING.value,
-                         interactive=chat)
+                         interactive=chat, shared_terminal=not chat and sys.stderr.isatty())
 
 
 def _refuse(why):

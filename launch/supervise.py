@@ -19,6 +19,7 @@ import time
 _POLL = 0.02  # seconds between two looks at the children
 _PR_SET_PDEATHSIG = 1
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
+_CLEAR_LINE = b"\r\x1b[K"
 _PRESSES, _PRESS_TIME = 3, 2.0  # so many Ctrl-C within so many seconds stop everything
 
 # Loaded here because nothing may be loaded between fork and exec.
@@ -34,6 +35,7 @@ def run(
     linger: float = 30.0,
     keep_going: bool = False,
     interactive: bool = False,
+    shared_terminal: bool = False,
 ) -> int:
     """Runs every command at once, waits for all of them, returns an exit code.
 
@@ -56,6 +58,9 @@ def run(
         stderr too, and is told of SIGINT, which ends the processes only if it comes
         three times within two seconds, and of the terminal's size. Ctrl-Z is
         ignored, since process 0 would go on reading the terminal.
+      shared_terminal: whether process 0 has this program's stderr, a terminal, on
+        whose last line it may keep a progress bar: a line from another process
+        takes that line's place, and the bar comes again below.
 
     Returns:
       0 if all ended with 0; the exit code of the first that failed, or 128 + the
@@ -63,12 +68,13 @@ def run(
       command could not be started; 1 if processes outlived process 0.
     """
     children: list[subprocess.Popen] = []
-    relay = _Relay()
+    relay = _Relay(_CLEAR_LINE if shared_terminal else b"")
     with _caught_signals(interactive) as (caught, passed), restored_terminal():
         try:
             for i, command in enumerate(commands):
                 try:
-                    children.append(_start(i, command, env, interactive and i == 0))
+                    own_stderr = (interactive or shared_terminal) and i == 0
+                    children.append(_start(i, command, env, own_stderr))
                 except OSError as e:
                     code, message = 127, f"process {i} did not start: {e}"
                     break
@@ -223,8 +229,9 @@ class _Relay:
     processes never mix.
     """
 
-    def __init__(self):
-        self._selector = selectors.DefaultSelector()
+    def __init__(self, before):
+        """before: is written before what is copied at once."""
+        self._selector, self._before = selectors.DefaultSelector(), before
 
     def add(self, index: int, child: subprocess.Popen) -> None:
         for pipe in (child.stdout, child.stderr):
@@ -246,7 +253,7 @@ class _Relay:
                     rest += b"\n"
             *lines, rest[:] = rest.split(b"\n")
             if lines:
-                _write(b"".join(prefix + line + b"\n" for line in lines))
+                _write(self._before + b"".join(prefix + line + b"\n" for line in lines))
         return bool(ready)
 
     def close(self) -> None:

@@ -85,6 +85,13 @@ def test_batch_is_equal_in_both_modes(batch):
         r"([\d,]+) bytes moved in (\d+) chunks: ([\d.]+) x the prompts' own rows of the cache, of which padding to buckets is ([\d.]+) x "
         r"and all else ([\d.]+) x", err).groups()
     assert int(chunks) >= 2 and int(bytes_.replace(",", "")) > 1000
+    assert "[0] requests        12 in " in err and re.search(r"\[0\] requests .*: .*9 invalid", err)
+    made = sum(len(a["token_ids"]) for a in got[:len(REQUESTS)])
+    assert re.search(rf"\[0\] tokens +\d+ of prompts, {made} new, ", err), err
+    assert re.search(rf"\[0\] moved +{bytes_} bytes\n", err), err
+    for row in ("first token .*ms", "between tokens .*ms", "whole request .*ms", "stages, p50 .*queue .*prefill .*transfer .*activation .*decode ",
+                r"decode 0 +device idle [\d.]+% of [\d.]+ s", r"plans +\d+; behind at most: process 0 \d+, process 1 \d+"):
+        assert re.search(rf"\[0\] {row}", err), (row, err)
     assert float(rest) < 1.02 and abs(float(total) - float(padding) * float(rest)) < 0.002
 
 

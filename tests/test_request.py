@@ -5,12 +5,18 @@ import json
 import re
 import sys
 import threading
+import types
 
 import pytest
+from absl import logging
 
 from disagg import decode, request
 from disagg import tokenizer as tokenizer_lib
+from disagg.metrics import Life, Metrics
+from launch import summary
 from launch.batch import Batch
+from launch.progress import Progress
+from tests.simulated_engines import leading
 
 VOCAB, CACHE = 320, 64
 NAN, INFINITY = float("nan"), float("inf")
@@ -331,6 +337,7 @@ class Echo:
 
     def __init__(self, answer=lambda r: [("tokens", [5], [[]]), ("finish", "length")]):
         self._answer, self._ids, self.cancelled = answer, iter(range(1000)), []
+        self.metrics = Metrics(types.SimpleNamespace(queued=0, running=0, slots=[]), types.SimpleNamespace(published=0, positions=dict), 0)
 
     def new_id(self):
         return next(self._ids)
@@ -338,8 +345,9 @@ class Echo:
     def submit(self, r, handler):
         for event in self._answer(r):
             handler(*event)
+        return Life(len(r.tokens), 0.0)
 
-    def cancel(self, number):
+    def cancel(self, number, how):
         self.cancelled.append(number)
 
 
@@ -408,7 +416,14 @@ def test_events_after_a_stop_string(tokenizer, tmp_path):
     a, b, c = (3 + ord(x) for x in "abc")
     leader = Echo(lambda r: [("tokens", [a, b, c], [[]] * 3), ("tokens", [c], [[]]), ("error", "lost")])
     submit, waiting = leader.submit, []
-    leader.submit = lambda r, handler: waiting.append((r, handler)) or (len(waiting) == 2 and [submit(*w) for w in waiting[::-1]])
+
+    def both_at_once(r, handler):
+        waiting.append((r, handler))
+        if len(waiting) == 2:
+            for w in waiting[::-1]:
+                submit(*w)
+        return Life(len(r.tokens), 0.0)
+    leader.submit = both_at_once
     for answer in run_batch(tokenizer, tmp_path, b'{"prompt": "the", "stop": "b"}\n' * 2, leader):
         assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("a", [a, b], "stop")
         assert answer["usage"]["completion_tokens"] == 2
@@ -436,6 +451,7 @@ def test_more_lines_than_the_queue_holds(tokenizer, tmp_path):
             self.open.append(handler)
             assert len(self.open) <= self.max_queue
             threading.Timer(0.01, lambda: self.open.pop()("finish", "length")).start()  # the latest first
+            return Life(len(r.tokens), 0.0)
     answers = run_batch(tokenizer, tmp_path, b'{"prompt": "the"}\n' * 20, Later())
     assert [a["finish_reason"] for a in answers] == ["length"] * 20
 
@@ -447,6 +463,84 @@ def test_a_failure_between_the_lines_ends_the_batch(tokenizer, tmp_path):
             raise ZeroDivisionError("of its own")
     with pytest.raises(ZeroDivisionError, match="of its own"):
         run_batch(tokenizer, tmp_path, b'{"prompt": "the"}', Failing())
+
+
+def test_text_is_made_outside_of_the_leaders_thread(tokenizer, tmp_path, monkeypatch):
+    """Over a real leader: stop strings of several tokens end answers, none leaks, and no thread but the batch's own decodes."""
+    threads = set()
+    push = request.TextStream.push
+    monkeypatch.setattr(request.TextStream, "push", lambda self, token: threads.add(threading.current_thread().name) or push(self, token))
+    a, b, c = (3 + ord(x) for x in "abc")
+    line = {"prompt": "the", "max_tokens": 40, "ignore_eos": True}
+    with leading(lambda r, i: (a, a, b, c)[i % 4], call_s=0.01) as leader:
+        lines = [json.dumps(line | {"stop": stop}).encode() for stop in ("bca", "cx", ["x", "abc"])]
+        answers = run_batch(tokenizer, tmp_path, b"\n".join(lines), leader)
+        value = leader.metrics.value
+        leader.stop()
+        leader.join()
+    assert [(x["text"], x["finish_reason"], len(x["token_ids"])) for x in answers] == [
+        ("aa", "stop", 5), ("aabc" * 10, "length", 40), ("a", "stop", 4)]
+    assert threads == {threading.main_thread().name}
+    assert [value("disagg_requests_total", end=how) for how in ("stop", "length", "cancelled")] == [2, 1, 0]
+
+
+def test_the_summary_agrees_with_the_metrics(tokenizer, tmp_path, capsys):
+    """Counts, tokens and percentiles of the batch's own requests; on standard error."""
+    good = [json.dumps({"prompt": "the", "max_tokens": n, "ignore_eos": True}).encode() for n in (1, 9, 17)]
+    with leading(call_s=0.002) as leader:
+        run_batch(tokenizer, tmp_path, b"\n".join([*good, b"{}"]), leader)
+        value = leader.metrics.value
+        said = capsys.readouterr().err
+        prompts, moved, first = (value(f"disagg_{name}") for name in ("prompt_tokens_total", "moved_bytes_total", "time_to_first_token_seconds_sum"))
+    assert re.search(r"requests +4 in [\d.]+ s: 3 length, 1 invalid\n", said)
+    assert re.search(rf"tokens +{prompts:.0f} of prompts, 27 new, [\d.,]+ new ones/s\n", said) and value("disagg_generated_tokens_total") == 27
+    assert f"{moved:,.0f} bytes" in said
+    p50, p90, p99 = (float(ms) for ms in re.search(r"first token +([\d.]+) ms +([\d.]+) ms +([\d.]+) ms", said).groups())
+    assert p50 <= p90 == p99 and p50 + p99 <= 1e3 * first + 0.1
+    assert re.search(r"between tokens +[\d.]+ ms", said) and re.search(r"a token +[\d.]+ ms", said) and re.search("whole request +", said)
+    assert re.search(r"stages, p50 +queue [\d.]+ ms, prefill [\d.]+ ms, transfer [\d.]+ ms, activation [\d.]+ ms, decode [\d.]+ ms\n", said)
+    assert re.search(r"decode 0 +device idle [\d.]+% of [\d.]+ s with active slots\n", said)
+    assert re.search(r"plans +\d+; behind at most: process 0 \d+\n", said)
+
+
+@pytest.mark.parametrize("values, expected", [([7.0], [7, 7, 7]), (range(1, 101), [50, 90, 99]), ([3, 1, 2], [2, 3, 3])])
+def test_percentiles(values, expected):
+    assert [summary.percentile(values, q) for q in (50, 90, 99)] == expected
+
+
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_and_log_lines_do_not_mix(monkeypatch):
+    """On a terminal a log line stands alone, above the bar; the log is as before afterwards."""
+    handler = logging.get_absl_handler().python_handler
+    monkeypatch.setattr(sys, "stderr", terminal := _Terminal())
+    monkeypatch.setattr(handler, "stream", terminal)
+    monkeypatch.setattr("launch.progress.BAR_S", 0.0)
+    with Progress(3, Echo().metrics) as progress:
+        progress.add(answers=1, tokens=10)
+        progress.show()
+        handler.stream.write("a line of the log\n")
+        handler.stream.flush()
+    assert handler.stream is terminal
+    shown = terminal.getvalue()
+    assert re.search(r"batch: +33%.*1/3 .*tokens/s, 0 running, 0 queued", shown)
+    (line,) = [line for line in shown.split("\n") if "a line" in line]
+    assert line.split("\r")[-1] == "a line of the log"
+
+
+def test_lines_where_there_is_no_terminal(monkeypatch, caplog):
+    """One every few seconds, only where something has changed."""
+    monkeypatch.setattr("launch.progress.LINE_S", 0.0)
+    with Progress(3, Echo().metrics) as progress, caplog.at_level("INFO", "absl"):
+        progress.show()
+        progress.add(answers=1, tokens=10)
+        progress.show()
+        progress.show()
+    (record,) = caplog.records
+    assert re.match(r"batch: 1 of 3 requests answered, [\d.,]+ tokens/s, 0 running, 0 queued", record.getMessage())
 
 
 def test_a_refused_request_is_an_error_line(tokenizer, tmp_path):

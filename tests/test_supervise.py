@@ -30,10 +30,17 @@ sys.exit(supervise.run(commands, **options))
 """
 
 OK = "pass"
+SAY = "import sys; sys.stderr.write('{}\\n')"
 SLEEP = "import time; time.sleep(20)"
 IGNORE = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
 PID = 'import os, sys; sys.stderr.write(f"pid {os.getpid()}\\n");'  # one write: nothing comes in between
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_lines_and_a_bar_share_a_terminal():
+    """Process 0 has the launcher's stderr; a line of another process clears the line that the cursor is in."""
+    _, _, err = supervised([SAY.format("bar"), SAY.format("line")], shared_terminal=True)
+    assert "bar\n" in err and "[0]" not in err and "\r\x1b[K[1] line\n" in err
 
 
 def launcher(programs, **options):
