@@ -27,7 +27,7 @@ all is there; every process is told to begin at once. --plot draws it (the extra
 load: Poisson arrivals of prompts of 64 (three quarters) and 1,024 tokens, answers of 64, on two engines of SmolLM2-135M in float32
 with random weights, each a process pinned to one core: one prefill and one decode engine, beside two interleaved ones. The
 same arrivals for both, at --rates, shares of the requests/s that two cores would compute if they never waited nor
-decoded less than full batches. A repeat (3 by default) is a seed: --seconds of arrivals at each rate, after which all answers are
+decoded less than full batches, each with a long prompt among them. A repeat (3 by default) is a seed: --seconds of arrivals at each rate, after which all answers are
 waited for. A table of p50, p90, p99 and the largest; value: disaggregated, peer: interleaved.
   bare_step, bare_prompt     ms of one engine alone: a decode step by positions read and slots in use, peer: the same while the
                              other core computes prompts; a prompt
@@ -54,8 +54,8 @@ from launch.results import JSON, record
 _REPEATS = flags.DEFINE_integer("repeats", None, "measurements of each figure (5; load: 3)", lower_bound=1)
 _SIZES = flags.DEFINE_list("sizes", [str(n) for n in bench_transfer.SIZES], "transfer: bytes of the chunks")
 _PLOT = flags.DEFINE_string("plot", None, "transfer, load: file for the plot, .png or .svg")
-_RATES = flags.DEFINE_list("rates", ["0.2", "0.4", "0.6", "0.8", "1.1"], "load: shares of what the cores can do")
-_SECONDS = flags.DEFINE_float("seconds", 30.0, "load: of arrivals at each rate", lower_bound=0)
+_RATES = flags.DEFINE_list("rates", ["0.3", "0.5", "0.7", "0.9", "1.1"], "load: shares of what the cores can do")
+_SECONDS = flags.DEFINE_float("seconds", 25.0, "load: of arrivals at each rate", lower_bound=0)
 _TTFT_LIMIT = flags.DEFINE_float("ttft_limit", 5.0, "load: of a request that counts, in times of its prompt on an idle engine", lower_bound=0)
 _ITL_LIMIT = flags.DEFINE_float("itl_limit", 3.0, "load: the same of its mean ITL, in bare decode steps", lower_bound=0)
 _MODEL = flags.DEFINE_enum("model", "smollm2", ["smollm2", "tiny"], "load: its shape; tiny is for tests, with prompts of 16 and 160, answers of 8")

@@ -129,10 +129,11 @@ class Bare:
         return max(n for _, n, _ in self.steps)
 
     def capacity(self, load):
-        """Requests/s at which both cores would never wait, with nothing to do but prompts and full decode steps."""
-        mean = lambda seconds: sum(w * seconds(n) for n, w in load.prompts.items()) / sum(load.prompts.values())
-        step = lambda n: self.step(read_length(self.reads, n + load.tokens - 1), self.slots) / self.slots
-        return 2 / mean(lambda n: self.prefill(n) + (load.tokens - 1) * step(n))
+        """Requests/s at which both cores would never wait, with nothing to do but prompts and decode steps of full batches, each of
+        which has a longest request in it."""
+        prefill = sum(w * self.prefill(n) for n, w in load.prompts.items()) / sum(load.prompts.values())
+        step = self.step(read_length(self.reads, max(load.prompts) + load.tokens - 1), self.slots)
+        return 2 / (prefill + (load.tokens - 1) * step / self.slots)
 
 
 def _measure_bare(load, config, model, client, topo):
