@@ -1,6 +1,6 @@
 """Benchmarks, each beside what it is measured against in the same run.
 
-  python -m launch.bench loop|engine|transfer [--repeats=5] [--json=FILE] [--plot=FILE] [--sizes=BYTES,...]
+  python -m launch.bench loop|engine|transfer|load [--repeats=5] [--json=FILE] [--plot=FILE] [--sizes=BYTES,...] [--rates=SHARE,...]
 
 engine: one engine on this machine's device, SmolLM2-135M in float32 with random weights, beside Hugging Face transformers in
 a process of its own where that is installed (the extra goldens).
@@ -27,22 +27,50 @@ all is there; every process is told to begin at once. --plot draws it (the extra
   decode_meanwhile  ms that SmolLM2-135M's decode steps take longer in total while the chunks of a 2,048-token prompt arrive; peer:
                     CPU ms of both processes for moving the same while nothing else runs
 
+load: Poisson arrivals of prompts of 64 (three quarters) and 1,024 tokens, answers of 64, on two engines of SmolLM2-135M in float32
+with random weights, each a process pinned to one core: one prefill and one decode engine, beside two interleaved ones. The
+same arrivals for both, at --rates, shares of the requests/s that two cores would compute if they never waited nor
+decoded less than full batches, each with a long prompt among them. A repeat (3 by default) is a seed: --seconds of arrivals at each rate, after which all answers are
+waited for. A table of p50, p90, p99 and the largest; value: disaggregated, peer: interleaved.
+  bare_step, bare_prompt     ms of one engine alone: a decode step by positions read and slots in use, peer: the same while the
+                             other core computes prompts; a prompt
+  ttft                       ms from a request's arrival to its first token
+  itl                        ms between tokens
+  itl_normalised             the same over the bare step of what was decoding on that engine meanwhile
+  itl_normalised_from_third  ... without the second token, before which the prompt's last chunk is moved and written
+  attainment                 share of requests within both limits: TTFT up to --ttft_limit times the bare prompt's, the request's
+                             mean ITL up to --itl_limit times a bare step
+  goodput                    requests/s up to which 90% are, as in DistServe (arXiv:2401.09670)
+  tokens_per_s               from the first arrival to the last token
+
 --json writes a list of {name, params, value, unit, peer, peer_value, ratio}; value and peer_value are medians, ratio is
-value / peer_value. Without a peer the last three are null.
+value / peer_value (null if that is 0). Without a peer the last three are null.
 """
 
 import json
 
 from absl import app, flags
 
-from launch import bench_engine, bench_loop, bench_transfer
+from launch import bench_engine, bench_load, bench_loop, bench_transfer
 from launch.results import JSON, record
 
-_REPEATS = flags.DEFINE_integer("repeats", 5, "measurements of each figure", lower_bound=1)
+_REPEATS = flags.DEFINE_integer("repeats", None, "measurements of each figure (5; load: 3)", lower_bound=1)
 _SIZES = flags.DEFINE_list("sizes", [str(n) for n in bench_transfer.SIZES], "transfer: bytes of the chunks")
-_PLOT = flags.DEFINE_string("plot", None, "transfer: file for the plot, .png or .svg")
-BENCHMARKS = {"loop": lambda: bench_loop.run(_REPEATS.value), "engine": lambda: bench_engine.run(_REPEATS.value),
-              "transfer": lambda: bench_transfer.run(_REPEATS.value, [int(n) for n in _SIZES.value])}
+_PLOT = flags.DEFINE_string("plot", None, "transfer, load: file for the plot, .png or .svg")
+_RATES = flags.DEFINE_list("rates", ["0.3", "0.5", "0.7", "0.9", "1.1"], "load: shares of what the cores can do")
+_SECONDS = flags.DEFINE_float("seconds", 25.0, "load: of arrivals at each rate", lower_bound=0)
+_TTFT_LIMIT = flags.DEFINE_float("ttft_limit", 5.0, "load: of a request that counts, in times of its prompt on an idle engine", lower_bound=0)
+_ITL_LIMIT = flags.DEFINE_float("itl_limit", 3.0, "load: the same of its mean ITL, in bare decode steps", lower_bound=0)
+_MODEL = flags.DEFINE_enum("model", "smollm2", ["smollm2", "tiny"], "load: its shape; tiny is for tests, with prompts of 16 and 160, answers of 8")
+BENCHMARKS = {"loop": lambda: bench_loop.run(_REPEATS.value or 5), "engine": lambda: bench_engine.run(_REPEATS.value or 5),
+              "transfer": lambda: bench_transfer.run(_REPEATS.value or 5, [int(n) for n in _SIZES.value]),
+              "load": lambda: bench_load.run(_REPEATS.value or 3, _load())}
+PLOTS = {"transfer": bench_transfer.plot, "load": bench_load.plot}
+
+
+def _load():
+    rates = tuple(float(r) for r in _RATES.value)
+    return bench_load.Load(rates, _SECONDS.value, _TTFT_LIMIT.value, _ITL_LIMIT.value, _MODEL.value)
 
 
 def main(argv):
@@ -57,8 +85,8 @@ def main(argv):
     if out:
         with out:
             json.dump(records, out, indent=2)
-    if _PLOT.value:
-        bench_transfer.plot(records, _PLOT.value)
+    if _PLOT.value and argv[1] in PLOTS:
+        PLOTS[argv[1]](records, _PLOT.value)
 
 
 if __name__ == "__main__":

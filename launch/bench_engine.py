@@ -44,10 +44,15 @@ def run(repeats):
             yield "prefill", {"tokens": tokens}, "tokens/s", ours, peer.name, theirs
 
 
-def random_smollm2():
-    """SmolLM2-135M in float32 with random weights: model, parameters."""
+def smollm2_model():
+    """SmolLM2-135M in float32."""
     fields = {name: value for name, value in smollm2.get_config("135m").model.to_dict().items() if value is not None}
-    model = llama.Llama(llama.Config(**fields | {"dtype": "float32"}, scan_layers=jax.default_backend() != "cpu"))
+    return llama.Llama(llama.Config(**fields | {"dtype": "float32"}, scan_layers=jax.default_backend() != "cpu"))
+
+
+def random_smollm2():
+    """... with random weights: model, parameters."""
+    model = smollm2_model()
     return model, jax.block_until_ready(jax.jit(model.init)(jax.random.key(0)))
 
 
