@@ -140,7 +140,7 @@ def _measure_bare(load, config, model, client, topo):
     """-> Bare, on every process."""
     limits = cell.Limits.of(config, model.config.max_length)
     form = cell.chunk_format(config, model, topo, limits)
-    prefill, decode = cell.load_engines(model, topo, limits, form, _random(model))
+    prefill, decode, _ = cell.load_engines(model, topo, limits, form, _random(model))
     stop, found = [], {}
     prompts = {n: functools.partial(_prompt, prefill, limits, n) for n in load.prompts}
     if prefill:
@@ -182,7 +182,7 @@ def _steps(engine, limits):
     for read, batch in itertools.product(limits.reads, sorted({1, -(-limits.slots // 2), limits.slots})):
         for slot in range(limits.slots):
             engine.activate(ticket, slot, read // 2, limits.cache_length if slot < batch else 0, [], bench_engine.GREEDY)
-        found.append([read, batch, _median(lambda: np.asarray(engine.run(read)[0]), STEPS, untimed=2)])
+        found.append([read, batch, _median(lambda: np.asarray(engine.run(read, 1)[0]), STEPS, untimed=2)])
     return found
 
 

@@ -4,6 +4,7 @@ import json
 import queue
 import time
 
+from disagg.metrics import Life
 from disagg.scheduler import Request
 
 # Of the scheduler, when the plan is about to be made: whether the long prompts have come so far.
@@ -43,7 +44,7 @@ class Cancels:
             if begun is None and (stage == "idle" or STAGES[stage](scheduler)):
                 for i in ids:
                     leader._cancel(i)
-                leader._submit(short, lambda *event: events.put((time.monotonic(), *event)))
+                leader._submit(short, lambda *event: events.put((time.monotonic(), *event)), Life(self._short, time.monotonic()))
                 begun = time.monotonic()
             ops = plan()
             if begun is not None:
@@ -54,7 +55,7 @@ class Cancels:
             scheduler.plan = watched
             for i in ids:
                 prompt = tuple(3 + (7 * i + n) % 400 for n in range(self._long))
-                leader._submit(Request(i, prompt, 60, (), (i, 0.0, 0, 1.0)), lambda *event: None)
+                leader._submit(Request(i, prompt, 60, (), (i, 0.0, 0, 1.0)), lambda *event: None, Life(self._long, time.monotonic()))
         leader._command(submit)
         tokens, first = [], None
         while True:

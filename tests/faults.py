@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from disagg import chunk as chunks
-from disagg import decode, leader, prefill, sharding, transfer
+from disagg import decode, leader, prefill, scheduler, sharding, transfer
 
 
 @contextlib.contextmanager
@@ -149,6 +149,18 @@ def cancel_at_arrival(request, count):
                 self._cancel(request)
                 handler("error", f"cancelled with {count} chunks there")
     return mock.patch.object(leader.Leader, "on_arrived", patched)
+
+
+def gather(count):
+    """Nothing is planned before so many requests wait."""
+    plan, began = scheduler.Scheduler.plan, []
+
+    def patched(self):
+        if not began and len(self._queue) < count:
+            return []
+        began.append(True)
+        return plan(self)
+    return mock.patch.object(scheduler.Scheduler, "plan", patched)
 
 
 def slow_decode(seconds):

@@ -79,9 +79,9 @@ class _Engines:
             _, left, stops, _ = activation
             self._slots[slot] = [request, 1, 0 if self._answer(request, 0) in stops else left, stops]
 
-    def op_decode(self, d, read):
+    def op_decode(self, d, read, steps):
         time.sleep(self._call_s)
-        rows = [[self._step(slot) for slot in self._slots] for _ in range(STEPS)]
+        rows = [[self._step(slot) for slot in self._slots] for _ in range(steps)]
         self._control.report("tokens", d, rows, [[[] for _ in row] for row in rows], IDLE_S, BUSY_S)
 
     def _step(self, slot):

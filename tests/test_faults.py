@@ -111,7 +111,7 @@ def test_another_order_of_transfers(tmp_path, solo, fault):
 @pytest.mark.parametrize("batch,hit", [(1, [4]), (2, [8, 9])], ids=["of one request", "of two requests"])
 def test_corrupt_chunk(tmp_path, solo, batch, hit):
     """A number that changes on the way ends the requests of its chunk, and no other one."""
-    codes, text = run(tmp_path, START | {"prefill.batch": batch}, processes=2, faults=[["corrupt", 0, 5]])
+    codes, text = run(tmp_path, START | {"prefill.batch": batch}, processes=2, faults=[["gather", 0, 12], ["corrupt", 0, 5]])
     assert codes == [0, 0], text
     answers = cluster.answers(tmp_path, "case")
     assert [a["index"] for a in answers if "error" in a] == hit

@@ -125,7 +125,7 @@ def test_idle_time_counts_only_while_something_is_decoded():
 def test_idle_time_as_the_loop_measures_it():
     """From a result to the next dispatch, where that comes later; what is dispatched earlier waits on the device."""
     control = Control(None, 0, 1, heartbeat_s=1, deadline_s=1, stall_s=1)
-    loop = Loop(types.SimpleNamespace(my_prefill=None, my_decode=None, process=0), control, None, None, None, None, hash_chain=False)
+    loop = Loop(types.SimpleNamespace(my_prefill=None, my_decode=None, process=0), control, None, None, None, None, None, hash_chain=False)
     loop._done_at = 10.0
     for begun, ended in ((9.0, 12.0), (12.5, 13.0), (12.9, 14.0)):
         loop._note_use(begun, ended)
