@@ -68,7 +68,7 @@ class Load:
         if self.model == "smollm2":
             c.model.dtype = "float32"
             c.cache_length, c.chunk, c.buckets = 1152, 128, (64, 128)
-            c.decode.slots = 8
+            c.decode.slots, c.decode.ahead = 8, 1
         c.mode, c.decode.steps = mode, 1
         c.decode.engines = 2 if mode == "interleaved" else 1
         return c

@@ -15,7 +15,7 @@ WATCH_S = 0.25
 
 class Soak:
     """Keeps `width` requests under way until `count` have ended. `cancel`: the share that is cancelled, after up to
-    `patience_s`. Keeps nothing: writes when it began to `output`, then a line for each, {"id", "end", "tokens", "asked"}."""
+    `patience_s`. Keeps nothing: writes when it began to `output`, then a line for each, {"id", "end", "tokens", "asked", "time"}."""
 
     def __init__(self, output, *, count, width, cancel, patience_s, longest):
         self._output, self._count, self._width, self._cancel = output, count, width, cancel
@@ -33,7 +33,7 @@ class Soak:
         def end(result, how):
             with lock:
                 if result["end"] is None:
-                    result["end"] = how
+                    result["end"], result["time"] = how, time.time()
                     output.write(json.dumps(result) + "\n")
                     room.release()
 

@@ -17,7 +17,8 @@ PROCESSES = 3
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_nothing_is_left(tmp_path, count):
-    """Every request ends as it should; arrays, memory and keys do not grow; at the end the store is empty."""
+    """Every request ends as it should, the last as quickly as the first; arrays, memory and keys do not grow; at the end the store is
+    empty."""
     case = {"name": "soak", "config": CONFIG, "front": ["soak", {"count": count, "width": 24, "cancel": 0.5, "patience_s": 0.1, "longest": 100}]}
     with cluster.job(tmp_path, [case], processes=PROCESSES, devices=1) as job:
         codes = job.wait(60 + count / 10)
@@ -27,6 +28,9 @@ def test_nothing_is_left(tmp_path, count):
     assert len(results) == count and count / 10 < len(cancelled) < count * 0.6
     for r in results:
         assert r["end"] == "cancelled" or (r["end"], r["tokens"]) == ("finish: length", r["asked"]), r
+    rates = [len(part) / (part[-1]["time"] - part[0]["time"]) for part in (results[:count // 3], results[-count // 3:])]
+    print(f"requests/s of the first and the last third: {rates[0]:.1f}, {rates[1]:.1f}")
+    assert rates[1] > rates[0] / 2, "it becomes slower"
     for process in range(PROCESSES):
         samples = json.loads((tmp_path / f"soak.out.jsonl.watch{process}").read_text())
         served = [s for s in samples[:-1] if s["time"] > begun]
