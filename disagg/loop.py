@@ -46,7 +46,7 @@ from disagg import sampling
 from disagg.trace import now
 
 CHAIN_EVERY = 8  # plans of one report in debug mode
-POLL_S = 0.0005
+POLL_S = 0.0005, 0.004  # between two looks at what is to arrive: at least and at most, else 2% of the time waited so far
 
 
 class Stopped(Exception):
@@ -200,7 +200,8 @@ class Loop:
                 waiting = list(self._arriving.items())
             done = [self._arrived(*item) for item in waiting if all(a.is_ready() for a in jax.tree.leaves(item[1][2]))]
             if not done:
-                time.sleep(POLL_S)
+                waited = now() - min(begun for _, (*_, begun) in waiting)
+                time.sleep(min(max(0.02 * waited, POLL_S[0]), POLL_S[1]))
 
     def _arrived(self, number, entry):
         p, request, parts, begun = entry
