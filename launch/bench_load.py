@@ -29,7 +29,7 @@ from disagg.scheduler import Request, read_length
 from launch import bench_engine, program, supervise
 
 MODES = ("disaggregated", "interleaved")
-PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
+PERCENTILES = (1, *range(5, 100, 5), 98, 99, 100)
 # model: prompt's tokens and their weights, tokens of an answer. tiny is for tests.
 MIXTURES = {"smollm2": ({64: 3, 1024: 1}, 64), "tiny": ({16: 3, 160: 1}, 8)}
 SHOWN = (50, 90, 99, 100)  # of them, in the table
@@ -349,7 +349,7 @@ def _results(bare, figures):
         params = {"mode": MODES[0], "rate": rate}
         for (of, (name, scale, unit)), p in itertools.product(names.items(), PERCENTILES):
             values = ([scale * v for v in _percentile(figures[rate][of], p)] for figures in (ours, theirs))
-            yield name, params | {"percentile": p}, unit, next(values), MODES[1], next(values), False
+            yield name, params | {"percentile": p}, unit, next(values), MODES[1], next(values), p == 99
         for name, unit in (("attainment", "of requests"), ("tokens_per_s", "tokens/s")):
             yield name, params, unit, ours[rate][name], MODES[1], theirs[rate][name], False
     repeats = range(len(ours[min(ours)]["attainment"]))
@@ -361,7 +361,7 @@ def plot(records, file):
     """Draw the latencies' distributions and, over the rate, the share within the limits, as an image in the format of the file's name."""
     import matplotlib
     matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib import pyplot as plt, ticker
 
     figure, axes = plt.subplots(1, 3, figsize=(16, 4.5), layout="constrained")
     panels = dict(zip(("ttft", "itl_normalised", "attainment"), axes))
@@ -378,7 +378,12 @@ def plot(records, file):
     panels["attainment"].axhline(100 * ATTAINED, color="grey", linewidth=0.8)
     for name, title, label in (("ttft", "time to first token", "ms"), ("itl_normalised", "between tokens", "bare decode steps"),
                                ("attainment", "requests within the limits", "requests/s")):
-        panels[name].set(title=title, xlabel=label, ylabel="%", xscale="linear" if name == "attainment" else "log")
+        panels[name].set(title=title, xlabel=label, ylabel="%")
+        if name != "attainment":
+            panels[name].set_xscale("log")
+            panels[name].xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            panels[name].xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+            panels[name].xaxis.set_minor_formatter(ticker.NullFormatter())
         panels[name].grid(alpha=0.3)
         panels[name].legend(fontsize=7)
     figure.savefig(file, dpi=150)
